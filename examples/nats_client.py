@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from worker.errors import StartupError
 from worker.runtimes.nats.client import RequestError, WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions
 
@@ -46,6 +47,8 @@ def main() -> None:
         asyncio.run(chat(parser.parse_args()))
     except RequestError as error:
         raise SystemExit(f"error {error.code}: {error}") from None
+    except StartupError as error:  # no server
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

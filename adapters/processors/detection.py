@@ -51,6 +51,8 @@ def run_detect(arguments: argparse.Namespace) -> int:
 def _read_ids(path: Path, tokenizer: str | None) -> list[int]:
     text = path.read_text(encoding="utf-8")
     if tokenizer is not None:
+        if not Path(tokenizer).is_dir():  # which transformers would look for on the Hub
+            raise ValueError(f"--tokenizer {tokenizer}: no such directory")
         from transformers import AutoTokenizer
 
         encode = AutoTokenizer.from_pretrained(tokenizer).encode

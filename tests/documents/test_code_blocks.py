@@ -31,6 +31,7 @@ from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.frontdoor.returned_tokens import Returned
+from worker.request_log import RequestEntry
 from worker.sampling import SamplingParams
 
 LANGUAGES = {"python", "py", "js", "sh", "console", "json", "yaml", "toml", "text"}
@@ -147,6 +148,11 @@ def test_json_is_what_reads_it_takes(block: Block, engine: Engine) -> None:
         check_processors(data["processors"], engine)
     elif set(data) == {"name", "args"}:
         check_processors([data], engine)
+
+
+def test_the_line_of_a_request_log_has_every_key() -> None:
+    (line,) = [block for block in BLOCKS if block.page == "docs/debugging.md" and block.language == "json"]
+    assert list(json.loads(line.text)) == list(RequestEntry(request_id="a").as_json())
 
 
 def check_selection(fields: dict[str, Any], engine: Engine) -> None:

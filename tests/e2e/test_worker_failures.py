@@ -180,7 +180,11 @@ def test_the_canary_passes_while_idle(stack: Stack) -> None:
 STARTUP_FAILURES = {
     "missing model": (["--model-path", "/nowhere"], 1, "--model-path /nowhere: no such directory"),
     "bad number": (["--max-num-seqs", "0"], 2, "--max-num-seqs must be an integer of at least 1, got '0'"),
-    "unknown flag": (["--max-num-seq", "4"], 2, "unrecognized arguments: --max-num-seq 4"),
+    "unknown flag": (
+        ["--max-num-seq", "4"],
+        2,
+        "unrecognized arguments: --max-num-seq 4; did you mean --max-num-seqs?",
+    ),
     "trtllm": (["--engine", "trtllm"], 2, "--engine trtllm: tensorrt_llm is not installed"),
 }
 

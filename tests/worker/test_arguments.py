@@ -123,7 +123,9 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--max-num-seq", "4"], "unrecognized arguments: --max-num-seq 4"),
+        (["--max-num-seq", "4"], "unrecognized arguments: --max-num-seq 4; did you mean --max-num-seqs?"),
+        (["--max-num-sequences=4"], "unrecognized arguments: --max-num-sequences=4; did you mean --max-num-seqs?"),
+        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["stray"], "unrecognized arguments: stray"),
         (["--max-num-seqs"], "argument --max-num-seqs: expected one argument"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1, got '0'"),

@@ -201,3 +201,9 @@ def test_what_the_frontend_refuses_leads_to_the_field(message: str, param: str |
     refused = translated(input=[CALL, RESULT]).origins.of_client(error_of(400, body))
     assert refused.param == param
     assert "messages[0]" not in refused.message
+
+
+def test_an_unknown_model_leads_to_the_list_of_models() -> None:
+    refused = error_of(404, json.dumps({"message": "Model not found", "code": 404}).encode())
+    assert (refused.param, refused.code) == ("model", "model_not_found")
+    assert refused.message == "model: Model not found; /v1/models lists those that are served"

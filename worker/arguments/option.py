@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from worker.arguments.values import text
@@ -92,7 +94,14 @@ class StrictParser(argparse.ArgumentParser):
     """A command line whose errors are `ConfigurationError`."""
 
     def error(self, message: str) -> Any:
-        raise ConfigurationError(message)
+        raise ConfigurationError(message + self._meant(message))
+
+    def _meant(self, message: str) -> str:
+        """What is added about an unknown flag that is nearly one of this command."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        close = get_close_matches(unknown[1], flags, n=1, cutoff=0.8) if unknown else []
+        return f"; did you mean {close[0]}?" if close else ""
 
 
 def from_environment(options: Sequence[Option], prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:

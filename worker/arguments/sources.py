@@ -121,7 +121,8 @@ def _parser(options: Sequence[Option], rows: Sequence[Row]) -> StrictParser:
     parser = StrictParser(
         prog="python -m worker",
         description="Serve a model through NVIDIA Dynamo, over NATS, or behind OpenEngine.",
-        epilog=f"Names of Dynamo's own workers count, too: {others} and more (docs/migrating/). "
+        epilog="doctor, inspect, quantize and replay as the first argument are commands, each with its own --help. "
+        f"Names of Dynamo's own workers count, too: {others} and more (docs/migrating/). "
         "With --engine vllm, so do vLLM's own flags.",
         allow_abbrev=False,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 INVALID = "invalid_request_error"
+MODEL_NOT_FOUND = "model: Model not found; /v1/models lists those that are served"
 
 
 class Refused(Exception):

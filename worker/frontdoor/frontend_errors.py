@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import CHAT, TABLES
 from worker.frontdoor.values import printable
@@ -55,7 +55,7 @@ def error_of(status: int, body: bytes) -> Refused:
     kind = kind if isinstance(kind, str) and "_" in kind else default
     code = code if isinstance(code, str) else None
     if status == 404 and message == "Model not found":
-        message, param, code = f"model: {message}", "model", "model_not_found"
+        message, param, code = MODEL_NOT_FOUND, "model", "model_not_found"
     return Refused(status, message, param, kind=kind, code=code)
 
 

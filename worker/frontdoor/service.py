@@ -121,7 +121,12 @@ async def _served(exchange: Exchange, model: str) -> dict[str, Any]:
     if found is None:
         raise Refused(503, "the frontend does not say which models it serves", kind="server_error")
     if model not in found:
-        raise Refused(404, f"model: {printable(model)} is not served", "model", code="model_not_found")
+        raise Refused(
+            404,
+            f"model: {printable(model)} is not served; /v1/models lists those that are",
+            "model",
+            code="model_not_found",
+        )
     return dict(found[model])
 
 

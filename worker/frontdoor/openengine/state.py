@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
 from worker.frontdoor.exchange import encoded
 from worker.frontdoor.openengine.workers import Workers
 from worker.frontdoor.summaries import METRICS_TYPE
@@ -45,7 +45,7 @@ def state_of(workers: Workers, path: str, started: int) -> tuple[int, bytes, byt
         if name in models:
             number = sum(each.serves(name) for each in workers.ready)
             return 200, _JSON, encoded({"model": name, "ready": True, "workers": number})
-        raise Refused(404, "model: Model not found", "model", code="model_not_found")
+        raise Refused(404, MODEL_NOT_FOUND, "model", code="model_not_found")
     raise Refused(404, f"{path} is not served without Dynamo's frontend", code="unsupported_endpoint")
 
 

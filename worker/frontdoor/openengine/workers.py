@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from worker.frontdoor.engine_address import EngineAddress
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.identity import ENGINE_NAME, SCHEMA_REVISION
 
@@ -240,7 +240,7 @@ class Workers:
             Refused: 404, no worker has such a model; 503, none that has is ready.
         """
         if any(each.model is not None for each in self._workers) and not any(w.serves(model) for w in self._workers):
-            raise Refused(404, "model: Model not found", "model", code="model_not_found")
+            raise Refused(404, MODEL_NOT_FOUND, "model", code="model_not_found")
         able = [each for each in self.ready if each.serves(model) and each not in without]
         same = [each for each in able if kind is None or each.kind == kind]
         if not same:

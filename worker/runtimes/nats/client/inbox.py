@@ -46,9 +46,15 @@ class Inbox:
             self._watch.cancel()
 
     @contextmanager
-    def receiver(self, attempt: str, request_id: str) -> Iterator[Receiver]:
-        """Receiver of the answer to one attempt, while it is under way."""
-        receiver = self.receivers[attempt] = Receiver(request_id, self._window)
+    def receiver(self, attempt: str, request_id: str, asked: str) -> Iterator[Receiver]:
+        """Receiver of the answer to one attempt, while it is under way.
+
+        Args:
+            attempt: Last token of its reply subject.
+            request_id: Id of the request.
+            asked: Subject that it is sent to.
+        """
+        receiver = self.receivers[attempt] = Receiver(request_id, asked, self._window)
         try:
             yield receiver
         finally:

@@ -14,6 +14,11 @@ from worker.runtimes.nats.protocol import HEARTBEAT, KIND, SEQUENCE
 class Receiver:
     """Messages of one answer in order, and the state of their acknowledgement.
 
+    Args:
+        request_id: Id of the request.
+        asked: Subject that it is sent to.
+        window: Messages that a worker may send ahead of what was read.
+
     Attributes:
         request_id: Id of the request.
         acknowledge: Subject for acknowledgements, None before the first message.
@@ -22,12 +27,13 @@ class Receiver:
         has_ended: Whether the last message was read.
     """
 
-    def __init__(self, request_id: str, window: int) -> None:
+    def __init__(self, request_id: str, asked: str, window: int) -> None:
         self.request_id = request_id
         self.acknowledge: str | None = None
         self.heard_s = time.monotonic()
         self.expected = 0
         self.has_ended = False
+        self._asked = asked
         self._window = window
         self._queue: asyncio.Queue[Msg | RequestError] = asyncio.Queue()
         self._num_read = 0
@@ -39,7 +45,7 @@ class Receiver:
         if message.reply:
             self.acknowledge = message.reply
         if headers.get("Status") == "503":
-            self.fail(NoWorkers(""))
+            self.fail(NoWorkers(self._asked))
             return False
         number = int(headers.get(SEQUENCE, "-1"))
         if headers.get(KIND) == HEARTBEAT:

@@ -150,7 +150,7 @@ class WorkerClient:
         request_id = request_id or attempt
         if not protocol.TOKEN.fullmatch(request_id):
             raise RequestError(400, "InvalidRequest", f"must match {protocol.TOKEN.pattern}", "request_id")
-        with self._inbox.receiver(attempt, request_id) as receiver:
+        with self._inbox.receiver(attempt, request_id, self.subjects.generate) as receiver:
             try:
                 await self._send(attempt, request_id, request)
                 while not receiver.has_ended:
