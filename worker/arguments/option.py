@@ -97,7 +97,7 @@ class StrictParser(argparse.ArgumentParser):
         raise ConfigurationError(message + self._meant(message))
 
     def _meant(self, message: str) -> str:
-        """What is added about an unknown flag that is nearly one of this command."""
+        """The addition about an unknown flag that is nearly one of this command."""
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         flags = [flag for action in self._actions for flag in action.option_strings]
         close = get_close_matches(unknown[1], flags, n=1, cutoff=0.8) if unknown else []
