@@ -70,7 +70,7 @@ def test_what_is_on_its_way_is_recomputed(sides: list[Side], num_steps: int) -> 
     run(sides, lambda: prefill.is_empty and decode.is_empty)
 
 
-def test_a_request_that_ends_before_it_is_taken_in_ends_its_lease(sides: list[Side]) -> None:
+def test_a_request_that_ends_at_a_shut_gate_ends_its_lease(sides: list[Side]) -> None:
     prefill, decode = sides
     leased(sides, "one")
     decode.stepper.shut_gate()
