@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 
-from worker.engines import EngineInfo
 from worker.errors import InvalidRequest, Overloaded
 from worker.sampling import SamplingParams, sampling_controls
 
@@ -52,14 +51,21 @@ def check_queue(num_requests: int, max_num_seqs: int, max_queue: int, *, is_firs
         )
 
 
-def check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
+def check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> None:
     """Raises `InvalidRequest` if a prompt is empty, too long or out of the vocabulary."""
     if not prompt:
         raise InvalidRequest("prompt_token_ids", "must hold at least one token")
-    if len(prompt) >= info.context_length:
-        problem = f"must be shorter than the context of {info.context_length} tokens, got {len(prompt)}"
+    if len(prompt) >= context_length:
+        problem = f"must be shorter than the context of {context_length} tokens, got {len(prompt)}"
         raise InvalidRequest("prompt_token_ids", problem)
-    for index, token_id in enumerate(prompt):
-        if type(token_id) is not int or not 0 <= token_id < info.vocab_size:
-            problem = f"must be token ids from 0 to {info.vocab_size - 1}, got {token_id!r} at index {index}"
-            raise InvalidRequest("prompt_token_ids", problem)
+    check_ids("prompt_token_ids", prompt, vocab_size)
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the field `name` if one of its ids is out of the vocabulary."""
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return  # sooner than the search for the first wrong one
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            problem = f"must be token ids from 0 to {vocab_size - 1}, got {token!r} at index {position}"
+            raise InvalidRequest(name, problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
 
@@ -18,7 +17,14 @@ from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.sampling.truncation import Controls
-from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE, RUN_AS_PROCESSORS, check_refused
+from worker.engines.refusals import (
+    IRRELEVANT,
+    REFUSED_EVERYWHERE,
+    RUN_AS_PROCESSORS,
+    check_ids,
+    check_prompt,
+    check_refused,
+)
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -82,7 +88,8 @@ def admit(
     """
     params, chain = engine_request.params, engine_request.chain
     check_refused(params, REFUSED, allowed)
-    tokens = _check_prompt(engine_request.token_ids, model.vocab_size, context_length)
+    tokens = list(engine_request.token_ids)
+    check_prompt(tokens, model.vocab_size, context_length)
     prompt = tokens[: len(engine_request.prompt_token_ids)]
     end_ids = end_ids_of(params, model)
     seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -121,32 +128,11 @@ def admit(
     return request
 
 
-def _check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
-    tokens = list(prompt)
-    if not tokens:
-        raise InvalidRequest("prompt_token_ids", "must hold at least one token")
-    if len(tokens) >= context_length:
-        raise InvalidRequest(
-            "prompt_token_ids", f"must be shorter than the context of {context_length} tokens, got {len(tokens)}"
-        )
-    _check_ids("prompt_token_ids", tokens, vocab_size)
-    return tokens
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
-        return  # sooner than the search for the first wrong one
-    for position, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            problem = f"must be token ids from 0 to {vocab_size - 1}, got {token!r} at index {position}"
-            raise InvalidRequest(name, problem)
-
-
 def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
     """The ids that end an answer; without ``end_id`` the model's own too, unless ``ignore_eos``."""
-    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
+    check_ids("sampling_params.stop_token_ids", params.stop_token_ids or (), model.vocab_size)
     if params.end_id is not None and params.end_id != -1:
-        _check_ids("sampling_params.end_id", (params.end_id,), model.vocab_size)
+        check_ids("sampling_params.end_id", (params.end_id,), model.vocab_size)
     named = params.end_token_ids - {-1}
     if params.end_id is None and not params.ignore_eos:
         return named | frozenset(model.eos_token_ids)

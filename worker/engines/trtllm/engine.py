@@ -219,7 +219,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         if self._info is None or self._served is None or self._package is None or self._reader is None:
             raise EngineBroken("the engine has not been started")
         tokens, params, kv = engine_request.token_ids, engine_request.params, engine_request.kv
-        check_prompt(tokens, self._info)
+        check_prompt(tokens, self._info.vocab_size, self._info.context_length)
         number = next(self._numbers)
         arguments = own_arguments(engine_request, self._package)
         arguments |= placement(

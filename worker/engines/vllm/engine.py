@@ -189,7 +189,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         self._requests.check(request.id)
         if self._info is None or self._served is None:
             raise EngineBroken("the engine has not been started")
-        check_prompt(request.token_ids, self._info)
+        check_prompt(request.token_ids, self._info.vocab_size, self._info.context_length)
         native = native_request(request, self._served)
         running = RunningRequest(request.id)
         if self._transfers is not None:
