@@ -31,7 +31,7 @@ from worker.migration.store import BoundaryStore, StoreError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KINDS = ("file", "nats", "etcd")
-KEY, OTHER = "0123456789abcdef", "fedcba9876543210"
+KEY, OTHER, THIRD = "0123456789abcdef" * 2, "fedcba9876543210" * 2, "00ff" * 8
 
 
 SERVERS: dict[str, type[NatsServer] | type[EtcdServer]] = {"nats": NatsServer, "etcd": EtcdServer}
@@ -154,17 +154,17 @@ async def test_a_store_may_come_up_after_its_clients(kind: str, tmp_path: Path) 
 async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
     now_s = [0.0]
     store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
-    for name in (KEY, OTHER, f"{KEY}.12-ab", "an operator's own file"):
+    for name in (KEY, OTHER, f"{KEY}.12ab", "an operator's own file", "2024", "20260131"):
         (tmp_path / name).write_bytes(b"1")
     for now_s[0] in (6.0, 12.0):
-        await store.put("00ff", b"3")
+        await store.put(THIRD, b"3")
         await store.put(OTHER, b"2")
         assert await store.get(KEY) == b"1"  # seen for no longer than its time to live
     now_s[0] = 18.0
-    await store.put("00ff", b"3")
+    await store.put(THIRD, b"3")
     assert await store.get(KEY) is None
     assert await store.get(OTHER) == b"2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00ff", "an operator's own file", OTHER]
+    assert {path.name for path in tmp_path.iterdir()} == {THIRD, OTHER, "2024", "20260131", "an operator's own file"}
     await store.close()
 
 
@@ -174,11 +174,11 @@ async def test_what_cannot_be_removed_fails_no_request(tmp_path: Path) -> None:
     """
     now_s = [0.0]
     store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
-    (tmp_path / "00ff").mkdir()
+    (tmp_path / THIRD).mkdir()
     (tmp_path / KEY).write_bytes(b"1")
     for now_s[0] in (6.0, 12.0, 18.0, 24.0):
         await store.put(OTHER, b"2")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00ff", OTHER]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [THIRD, OTHER]
     await store.close()
 
 
@@ -239,8 +239,8 @@ async def test_what_is_no_record_file_holds_up_nobody(tmp_path: Path) -> None:
     (tmp_path / OTHER).write_bytes(b"x" * 2**20)
     with pytest.raises(StoreError, match="larger than 65536 bytes"):
         await store.get(OTHER)
-    (tmp_path / "00ff").mkdir()
-    for operation in (store.get("00ff"), store.put("00ff", b"1"), store.delete("00ff")):
+    (tmp_path / THIRD).mkdir()
+    for operation in (store.get(THIRD), store.put(THIRD, b"1"), store.delete(THIRD)):
         with pytest.raises(StoreError, match="directory"):
             await operation
     await store.close()

@@ -23,9 +23,8 @@ T = TypeVar("T")
 NUM_THREADS = 4
 """Threads for file operations: these may go over a network, and must not block the event loop."""
 
-_OURS = re.compile(r"[0-9a-f]+(\.[0-9a-f-]+)?")
-"""Names of records, and of those that are being written."""
-
+_OURS = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]+)?")
+"""Names of records, and of those that are being written: keys are 128 bits."""
 
 MAX_BYTES = 64 * 2**10
 """Bytes of a record at most; it has some hundreds."""
