@@ -96,7 +96,7 @@ def check_errors(url: str, model: str) -> None:
     client = Client(url)
     for fields, param in (
         ({"n": 129}, "n"),
-        (logits_processors(p.top_k(k=-2)), "nvext.annotations"),
+        (logits_processors(p.top_k(k=-2)), "logits_processors.processors[0].args.k"),
         ({"no_such_field": 1}, "no_such_field"),
     ):
         for call in (client.chat, lambda **given: list(client.stream_chat(**given))):

@@ -133,7 +133,8 @@ def check(command: Command) -> None:
         _check_launch(name, given, command.variables)
     elif name.startswith("scripts/"):
         usage = _text_of(name, "tests/golden/run_golden.py")  # which scripts/golden runs
-        assert all(re.search(rf"{re.escape(one)}\b", usage) for one in given if one.startswith("-")), command
+        flags = [one.partition("=")[0] for one in given if one.startswith("-")]
+        assert all(re.search(rf"{re.escape(one)}\b", usage) for one in flags), command
     elif name in _PYTHONS:  # another one lacks the package
         _check_python(given, command.variables, is_cut=len(given) < len(rest))
     elif name == "dlw-batch":

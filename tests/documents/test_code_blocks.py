@@ -26,6 +26,7 @@ from documented_programs import PROGRAMS, RUN_ELSEWHERE, files_in, run_programs,
 from served_tiny_model import CATALOG, ServedTinyModel, selection_of, sent_to_the_worker
 
 from adapters.catalog import Policy, parse_selection
+from adapters.client import logits_processors, processor
 from worker.engines.embedded import Engine
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
@@ -148,6 +149,14 @@ def test_json_is_what_reads_it_takes(block: Block, engine: Engine) -> None:
         check_processors(data["processors"], engine)
     elif set(data) == {"name", "args"}:
         check_processors([data], engine)
+
+
+def test_the_mistake_in_readme_is_answered_as_shown() -> None:
+    selected = logits_processors(processor("chioce", choices=["yes", "no"]))
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], **selected}
+    with pytest.raises(Refused) as refused:
+        sent_to_the_worker(CHAT, json.dumps(body).encode())
+    assert f"openai.BadRequestError: Error code: 400 - {refused.value}" in text_of("README.md").replace("\n", " ")
 
 
 def test_the_line_of_a_request_log_has_every_key() -> None:

@@ -19,7 +19,7 @@ from worker.sampling import SamplingParams
 pytest_plugins = ["pytester"]
 
 EXAMPLE = ROOT / "examples" / "custom_processor"
-NAME = "acme/digit_limit"
+COPIED = "copied/digit_limit"
 
 
 def test_the_page_shows_the_files() -> None:
@@ -39,15 +39,18 @@ def test_it_passes_the_conformance_kit(pytester: pytest.Pytester) -> None:
 
 def test_it_installs_and_serves(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, installed = tmp_path / "source", tmp_path / "installed"
-    shutil.copytree(EXAMPLE, source)
+    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    for name in ("acme_processors.py", "pyproject.toml"):  # who follows the page has it installed as it is
+        text = (source / name).read_text(encoding="utf-8").replace("acme/", "copied/")
+        (source / name).write_text(text.replace('name = "acme-', 'name = "copied-'), encoding="utf-8")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--disable-pip-version-check", "--target", str(installed), str(source)], check=True)
     with pytest.raises(CatalogError, match="no installed distribution offers"):
-        Catalog.load(allow=[NAME])
+        Catalog.load(allow=[COPIED])
     monkeypatch.syspath_prepend(installed)
     monkeypatch.delitem(sys.modules, "acme_processors", raising=False)
-    catalog = Catalog.load(allow=[NAME])
-    assert Path(inspect.getfile(catalog[NAME].processor)).parent == installed
+    catalog = Catalog.load(allow=[COPIED])
+    assert Path(inspect.getfile(catalog[COPIED].processor)).parent == installed
 
     engine = Engine(tiny_model, catalog=catalog)
     forced = {"name": "forced_prefix", "args": {"text": "1 2 3 4 5"}}
@@ -55,7 +58,7 @@ def test_it_installs_and_serves(tiny_model: Path, tmp_path: Path, monkeypatch: p
     (free,) = engine.generate("Hello", params, progress=False, processors=[forced])
     assert "5" in free.text  # type: ignore[operator]
     params = SamplingParams(max_tokens=200, temperature=2.0, seed=3, ignore_eos=True)
-    (limited,) = engine.generate("Hello", params, progress=False, processors=[{"name": NAME, "args": {"tokens": 2}}])
+    (limited,) = engine.generate("Hello", params, progress=False, processors=[{"name": COPIED, "args": {"tokens": 2}}])
     tokens = [engine.tokenizer.decode([token_id]) for token_id in limited.token_ids]
     assert sum(any(letter.isdigit() for letter in text) for text in tokens) == 2
     receipt = limited.outputs[0].receipt.as_json()  # type: ignore[union-attr]

@@ -546,7 +546,7 @@ def test_refusals_name_the_field(name: str) -> None:
 
 def test_bad_annotations_or_headers_are_refused_before_a_stream() -> None:
     bad = json.dumps({"version": 1, "processors": [{"name": "min_tokens", "args": {"n": -1}}]})
-    assert "processors[0].args.n" in refusal(nvext={"annotations": [ANNOTATION + bad]}).message
+    assert refusal(nvext={"annotations": [ANNOTATION + bad]}).param == "logits_processors.processors[0].args.n"
     assert "processors[0].args.n" in refusal(headers={METADATA_HEADER: bad.encode()}).message
     assert refusal(headers={METADATA_HEADER: b'{"version": 1}'}, logit_bias={"5": 1}).param == "logit_bias"
     forced = '{"version": 1, "processors": [{"name": "forced_prefix", "args": {"text": "\u00e9"}}]}'

@@ -253,7 +253,7 @@ def _with_selection(
     if header is not None and made:
         raise FieldRefused(made[0].client_path(""), f"cannot be given beside the header {METADATA_HEADER.decode()}")
     if places:
-        _checked(places[0][len(ANNOTATION) :], catalog, lambda path: f"nvext.annotations: {ANNOTATION}{path}")
+        _checked(places[0][len(ANNOTATION) :], catalog, selection_names([], [], None))
     if header is not None and not header.isascii():
         raise FieldRefused(METADATA_HEADER.decode(), "must be ASCII: Dynamo's frontend drops any other value")
     if header is not None:
