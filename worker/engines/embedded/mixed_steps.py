@@ -34,7 +34,11 @@ little about many.
 
 
 class MixedSteps:
-    """Prices of prompt tokens beside decode rows, in times of a step that only decodes."""
+    """Prices of prompt tokens beside decode rows, in times of a step that only decodes.
+
+    It asks for a step to measure where it does not know. What drafted tokens cost is learnt by
+    `speculation.draft_length.StepCosts`, which guesses there.
+    """
 
     def __init__(self) -> None:
         self._decode: dict[int, float] = {}  # seconds of steps that only decode, by their rows
