@@ -14,7 +14,6 @@ from test_frontdoor_server import CHAT_BODY, House, chunked, error_of, house, po
 
 from adapters.catalog import ANNOTATION
 from worker.frontdoor import requests
-from worker.frontdoor.choice_merge import merged_usage
 from worker.frontdoor.choices import Choices
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.upstreams import UpstreamConnection
@@ -382,14 +381,3 @@ async def test_an_answer_that_is_refused_at_its_end_ends_once() -> None:
     assert len(client.ends) == 1
     assert client.ends != ["answered"]
     upstreams.may_connect[1].set()
-
-
-def test_details_of_usage_add_up() -> None:
-    one = {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 1}}
-    assert merged_usage([one, {**one, "completion_tokens_details": None}, one]) == {
-        "prompt_tokens": 5,
-        "completion_tokens": 6,
-        "total_tokens": 11,
-        "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"reasoning_tokens": 2},
-    }

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from worker.frontdoor.usage import usage_of_choices
+
 _DONE = b"data: [DONE]"
 
 
@@ -93,25 +95,7 @@ class ChoiceMerge:
             choice["index"] = choice.get("index", 0) * self._num_choices + index
         if chunk.get("usage"):
             self._usages[index] = chunk["usage"]
-            chunk["usage"] = merged_usage([self._usages[index] for index in sorted(self._usages)])
-
-
-def merged_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The usage of all choices: the prompt counts once, their tokens add up.
-
-    Args:
-        usages: OpenAI's ``usage`` of each choice, at least one.
-    """
-    merged = dict(usages[0])
-    merged["completion_tokens"] = sum(each.get("completion_tokens", 0) for each in usages)
-    merged["total_tokens"] = merged.get("prompt_tokens", 0) + merged["completion_tokens"]
-    details = [each.get("completion_tokens_details") for each in usages]
-    if any(details):
-        names = {name for each in details if each for name in each}
-        merged["completion_tokens_details"] = {
-            name: sum(each.get(name) or 0 for each in details if each) for name in sorted(names)
-        }
-    return merged
+            chunk["usage"] = usage_of_choices([self._usages[index] for index in sorted(self._usages)])
 
 
 def _encoded(data: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.returned_tokens import join_returned, joined_nvext
+from worker.frontdoor.usage import usage_of_prompts
 
 AT_ONCE = 32
 """Prompts of one request that are with the frontends at a time."""
@@ -143,7 +144,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
                 group.create_task(follow(index, answer))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return _sum([answer.usage for answer in answers])
+    return usage_of_prompts([answer.usage for answer in answers])
 
 
 class _Part:
@@ -152,13 +153,3 @@ class _Part:
     def __init__(self, caller: Caller, num_before: int) -> None:
         self.door = caller.door
         self.request = replace(caller.request, num_before=num_before)
-
-
-def _sum(usages: list[dict[str, Any]]) -> dict[str, Any]:
-    names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    summed = {**usages[0], **{name: sum(one.get(name) or 0 for one in usages) for name in names}}
-    details = [one.get("prompt_tokens_details") for one in usages]
-    if all(details):
-        cached = sum((one or {}).get("cached_tokens") or 0 for one in details)
-        summed["prompt_tokens_details"] = {**(details[0] or {}), "cached_tokens": cached}
-    return summed

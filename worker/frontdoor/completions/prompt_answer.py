@@ -11,6 +11,7 @@ from worker.frontdoor.completions.openai_logprobs import empty_logprobs, extend,
 from worker.frontdoor.completions.prompt_scores import EndToken, PromptScores, WorkerData
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData, empty_returned
+from worker.frontdoor.usage import usage_without_answer
 from worker.requests.rollout import ABORT
 
 Chunk = dict[str, Any]
@@ -86,9 +87,7 @@ class PromptAnswer:
             raise no_scores()
 
     def _own_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        if not self._asked.is_scored_only:
-            return usage
-        return {**usage, "completion_tokens": 0, "total_tokens": usage.get("prompt_tokens", 0)}
+        return usage_without_answer(usage) if self._asked.is_scored_only else usage
 
     def _adapt(self, choice: dict[str, Any], state: _Choice) -> None:
         """Make a choice of a frontend's chunk that of the client's."""

@@ -12,6 +12,7 @@ from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.rollouts.generation import Generated, generate, served_model, spans
 from worker.frontdoor.rollouts.inference_request import NAMES, InferenceRequest, read
 from worker.frontdoor.rollouts.tables import renamed
+from worker.frontdoor.usage import usage_of_choices, usage_without_answer
 from worker.requests.rollout import RANK, TOP
 
 Answer = dict[str, Any]
@@ -105,7 +106,10 @@ def _usage(found: Mapping[int, Generated]) -> Answer:
     """The usage of all choices, whose tokens are those of ``token_ids``: a frontend counts no end
     token, and one token where none was wanted.
     """
-    usage, count = found[min(found)].usage, sum(one.num_tokens for one in found.values())
+    usages, count = [one.usage for one in found.values()], sum(one.num_tokens for one in found.values())
+    if not count:
+        return usage_without_answer(usages[0])
+    usage = usage_of_choices(usages)
     return {**usage, "completion_tokens": count, "total_tokens": usage.get("prompt_tokens", 0) + count}
 
 
