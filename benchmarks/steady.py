@@ -135,7 +135,8 @@ def render(found: Outcome, gaps: Gaps, arguments: argparse.Namespace, memory: tu
     lines += [
         "",
         f"First tokens: median {found.first_ms[0]:.0f} ms, p99 {found.first_ms[1]:.0f} ms. The worker's memory: "
-        f"{memory[0] >> 20} MiB after the first minute's requests, {memory[1] >> 20} MiB at the end.",
+        f"{memory[0] >> 20} MiB after the first minute's requests, {memory[1] >> 20} MiB at the end, of which the KV "
+        "cache, taken as prompts and answers fill it, is up to 4 GiB.",
         f"The target for p99.9 is {TARGET:.0f} times the median.",
     ]
     return "\n".join(lines) + "\n"

@@ -91,10 +91,12 @@ def _say(line: str) -> None:
 def check_model(arguments: Arguments) -> None:
     """Raises `StartupError` if the model is neither a checkpoint directory nor a GGUF file."""
     from worker.models import find_gguf
+    from worker.models.named import DEFAULT, TINY
 
     path = Path(arguments.model_path)
     if not path.exists():
-        raise StartupError(f"--model-path {path}: no such directory")
+        made = "; launch/agg.sh makes that model, and serves it" if arguments.model_path in (DEFAULT, TINY) else ""
+        raise StartupError(f"--model-path {path}: no such directory{made}")
     if find_gguf(path) is None and not (path / "config.json").is_file():
         raise StartupError(f"--model-path {path}: no config.json, so not a Hugging Face checkpoint")
     template = arguments.custom_jinja_template

@@ -61,8 +61,10 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     def check(*argv: str) -> None:
         check_model(parse_arguments(["--model-path", str(tmp_path / "m"), *argv], {}))
 
-    with pytest.raises(StartupError, match="no such directory"):
+    with pytest.raises(StartupError, match=r"no such directory$"):
         check()
+    with pytest.raises(StartupError, match=r"--model-path tiny: no such directory; launch/agg\.sh makes that model"):
+        check_model(parse_arguments(["--model-path", "tiny"], {}))
     (tmp_path / "m").mkdir()
     with pytest.raises(StartupError, match=r"no config\.json"):
         check()
