@@ -14,7 +14,7 @@ def usage_of_choices(usages: Sequence[Usage]) -> dict[str, Any]:
     """The usage of some choices to one prompt, which counts once.
 
     Args:
-        usages: That of each choice, at least one.
+        usages: One for each choice, at least one.
     """
     prompt, count = usages[0].get("prompt_tokens", 0), _sum_of("completion_tokens", usages) or 0
     return {**usages[0], "completion_tokens": count, "total_tokens": prompt + count, **_details(usages)}
@@ -24,7 +24,7 @@ def usage_of_prompts(usages: Sequence[Usage]) -> dict[str, Any]:
     """The usage of the answers to some prompts.
 
     Args:
-        usages: That of each prompt, at least one. Cached tokens are left out unless all have them.
+        usages: One for each prompt, at least one. Cached tokens are left out unless all have them.
     """
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     summed = {**usages[0], **{name: _sum_of(name, usages) or 0 for name in names}, **_details(usages)}
