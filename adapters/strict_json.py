@@ -66,14 +66,12 @@ def read_object(data: bytes) -> dict[str, Any]:
         ValueError: it is no JSON object, or nested too deep, or ambiguous in another way; the text
             goes on after a subject ("the body").
     """
-    text = ""
     try:
-        text = data.decode()
-        found = _DECODER.decode(text)
+        found = _DECODER.decode(data.decode())
     except RecursionError:
         raise ValueError("is nested too deep") from None
     except RepeatedKey as error:
-        raise _with_path(error, text) from None
+        raise _with_path(error, data.decode()) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -86,12 +84,14 @@ def read_object(data: bytes) -> dict[str, Any]:
 def _check_texts(found: dict[str, Any]) -> None:
     """Raises `LoneSurrogate` for a text, or key, that is not Unicode."""
     for path, value in _values(found):
-        if isinstance(value, str) and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+        if isinstance(value, str) and _has_half_a_pair(value):
             raise LoneSurrogate(path)
-        if isinstance(value, dict):
-            for key in value:
-                if not key.isascii() and any("\ud800" <= each <= "\udfff" for each in key):
-                    raise LoneSurrogate(f"a key of {path}" if path else "a key")
+        if isinstance(value, dict) and any(map(_has_half_a_pair, value)):
+            raise LoneSurrogate(f"a key of {path}" if path else "a key")
+
+
+def _has_half_a_pair(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _values(found: Any) -> Iterator[tuple[str, Any]]:

@@ -139,10 +139,11 @@ class Boundary:
             found: Any = json.loads(data)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+        if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError(f"it is not of version {VERSION}")
-        if found.pop("digest", None) != _digest({"version": VERSION, **found}):
+        if found.pop("digest", None) != _digest(found):
             raise ValueError("it was altered")
+        del found["version"]
         if set(found) != {field.name for field in fields(cls)}:
             raise ValueError("its fields are not those of this version")
         boundary = cls(**found)
