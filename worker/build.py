@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from worker.tracing import check_endpoint
 if TYPE_CHECKING:
     from worker.engines import ServingEngine
     from worker.engines.embedded import EmbeddedConfig
+    from worker.models.sealed_tensors import SealedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,9 @@ def build(argv: Sequence[str] | None = None) -> Built:
     if arguments.runtime == "dynamo":
         check_ports(os.environ)
     arguments = with_checkpoint(arguments)
-    check_default_sampling(arguments)
-    return Built(make_engine(arguments), arguments, seal, smoke)
+    ahead = read_ahead(arguments)
+    check_default_sampling(arguments)  # imports torch
+    return Built(make_engine(arguments, ahead), arguments, seal, smoke)
 
 
 def with_hub_model(arguments: Arguments) -> Arguments:
@@ -120,6 +123,22 @@ def with_checkpoint(arguments: Arguments) -> Arguments:
     return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), _say, keeps_blocks)))
 
 
+def read_ahead(arguments: Arguments) -> SealedTensors | None:
+    """The packed copy that the embedded engine likely loads, which threads begin to read."""
+    from worker.models.beside import copies_of, last_used
+    from worker.models.sealed_tensors import SealedTensors
+
+    copies = copies_of(Path(arguments.model_path), arguments.packed_copy)
+    if arguments.engine != "embedded" or copies is None or (path := last_used(copies)) is None:
+        return None
+    try:
+        tensors = SealedTensors(path)
+    except (OSError, OverflowError, ValueError):  # the engine reads it again, and says what is wrong
+        return None
+    tensors.begin()
+    return tensors
+
+
 def check_default_sampling(arguments: Arguments) -> None:
     """Raises `StartupError` if the model's own sampling cannot be honoured."""
     from worker.requests.sampling_defaults import SamplingDefaults
@@ -127,8 +146,13 @@ def check_default_sampling(arguments: Arguments) -> None:
     SamplingDefaults.load(arguments)
 
 
-def make_engine(arguments: Arguments) -> ServingEngine:
-    """The engine that the arguments choose, not started. Raises `ConfigurationError`."""
+def make_engine(arguments: Arguments, ahead: SealedTensors | None = None) -> ServingEngine:
+    """The engine that the arguments choose, not started. Raises `ConfigurationError`.
+
+    Args:
+        arguments: Options of the worker.
+        ahead: Result of `read_ahead`.
+    """
     if arguments.engine == "trtllm":
         from worker.engines.trtllm import TrtllmEngine, config_from
 
@@ -141,14 +165,12 @@ def make_engine(arguments: Arguments) -> ServingEngine:
 
         return VllmEngine(vllm_config_from(arguments), digest=lambda: digest_of_model(arguments))
 
-    from worker.engines.embedded import EmbeddedEngine
+    from worker.engines.embedded.serving import EmbeddedEngine, load_constant, load_for_serving
 
     config = embedded_config(arguments)
     if arguments.engine == "constant":
-        from worker.engines.embedded.serving import load_constant
-
         return EmbeddedEngine(config, load=load_constant(arguments.constant_step_s, arguments.constant_prompt_rate))
-    return EmbeddedEngine(config)
+    return EmbeddedEngine(config, load=partial(load_for_serving, ahead=ahead))
 
 
 def embedded_config(arguments: Arguments) -> EmbeddedConfig:

@@ -61,6 +61,20 @@ def copies_of(checkpoint: Path, setting: str = "auto") -> Path | None:
     return Path(setting, f"{path.name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}")
 
 
+def note_use(path: Path) -> None:
+    """Make a copy the `last_used` one of its directory, where that can be written."""
+    with suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def last_used(copies: Path) -> Path | None:
+    """The copy of weights in a directory that was used last; None if there is none."""
+    try:
+        return max(copies.glob("*.safetensors"), key=lambda path: path.stat().st_atime_ns, default=None)
+    except OSError:  # one is being replaced
+        return None
+
+
 class Provenance:
     """Origin of a file: the checkpoint's files that it is made of, and what read and wrote them.
 
@@ -249,6 +263,10 @@ def file_digest(path: Path) -> str:
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`work` of each item, in as many threads as there are CPUs for it."""
-    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(number) as threads:
+    with ThreadPoolExecutor(num_cpus()) as threads:
         return list(threads.map(work, items))
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -270,6 +270,13 @@ def header_of(file: BinaryIO, size: int, name: str) -> dict[str, tuple[StoredTen
     Raises:
         ModelFileError: it is damaged or cut off.
     """
+    return header_and_metadata(file, size, name)[0]
+
+
+def header_and_metadata(
+    file: BinaryIO, size: int, name: str
+) -> tuple[dict[str, tuple[StoredTensor, tuple[int, int]]], Any]:
+    """`header_of` and the metadata, None if there are none. Raises as it does."""
     try:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -277,11 +284,12 @@ def header_of(file: BinaryIO, size: int, name: str) -> dict[str, tuple[StoredTen
         header = read_object(file.read(length))
     except ValueError as error:
         raise ModelFileError(f"{name}: its header {one_line(error)}") from None
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     begins = 8 + length
     found = {each: _entry(name, each, entry, size - begins) for each, entry in header.items()}
     _check_order(name, sorted(part for _, part in found.values()), size - begins)
-    return {each: (tensor, (begins + start, begins + stop)) for each, (tensor, (start, stop)) in found.items()}
+    tensors = {each: (tensor, (begins + start, begins + stop)) for each, (tensor, (start, stop)) in found.items()}
+    return tensors, metadata
 
 
 def _entry(file: str, name: str, entry: Any, size: int) -> tuple[StoredTensor, tuple[int, int]]:

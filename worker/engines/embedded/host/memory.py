@@ -11,10 +11,8 @@ otherwise the kernel takes it back, and clears it again, many times a step.
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import math
-import mmap
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -22,15 +20,20 @@ from pathlib import Path
 
 import torch
 
+from worker.models.huge_pages import (
+    HUGE_PAGE_BYTES,
+    MADV_COLLAPSE,
+    MADV_DONTNEED,
+    MADV_HUGEPAGE,
+    advise,
+    huge_pages,
+)
+
 logger = logging.getLogger(__name__)
 
-HUGE_PAGE_BYTES = 2 * 2**20
-_ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 64
 """Alignment of each tensor, the same as torch's own."""
 
-_MADV_DONTNEED = 4
-_MADV_HUGEPAGE = 14
-_MADV_COLLAPSE = 25
 _RESIDENT_PART = 0.9
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -67,26 +70,18 @@ def like(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _placed(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
     """Tensors of zeros of these shapes and data types, one after the other."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    starts = list(accumulate((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes), initial=0))
+    starts = list(accumulate((-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes), initial=0))
     total = starts.pop()
     if total < HUGE_PAGE_BYTES:
         return [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
-    block = _untouched(total + HUGE_PAGE_BYTES)
-    start = -block.data_ptr() % HUGE_PAGE_BYTES
-    whole = block[start : start + total]
-    _madvise(whole.data_ptr(), whole.data_ptr() + whole.nbytes, _MADV_HUGEPAGE)  # before the first page is there
+    try:
+        whole = torch.frombuffer(huge_pages(total), dtype=torch.uint8)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"not enough memory: {total} bytes ({error})") from error
     return [
         whole[at : at + size].view(dtype).view(shape)
         for at, size, (shape, dtype) in zip(starts, sizes, kinds, strict=True)
     ]
-
-
-def _untouched(size: int) -> torch.Tensor:
-    """Bytes of a private mapping of their own, all of them zero, none of them in memory yet."""
-    try:
-        return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    except (OSError, OverflowError) as error:
-        raise RuntimeError(f"not enough memory: {size} bytes ({error})") from error
 
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:
@@ -96,12 +91,12 @@ def give_back(tensors: Iterable[torch.Tensor]) -> None:
         if tensor.device.type != "cpu":
             continue
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        if spans and 0 <= start - spans[-1][1] < _ALIGNMENT_BYTES:  # the next one of a block
+        if spans and 0 <= start - spans[-1][1] < ALIGNMENT_BYTES:  # the next one of a block
             spans[-1][1] = stop
         else:
             spans.append([start, stop])
     for start, stop in spans:
-        _madvise(start, stop, _MADV_DONTNEED)
+        advise(start, stop, MADV_DONTNEED)
 
 
 def give_back_freed() -> None:
@@ -128,7 +123,7 @@ def collapse_resident() -> None:
         return
     moved = 0
     for start, stop in _resident_mappings(_SMAPS.read_text(encoding="ascii", errors="replace")):
-        if _madvise(start, stop, _MADV_HUGEPAGE) and _madvise(start, stop, _MADV_COLLAPSE):
+        if advise(start, stop, MADV_HUGEPAGE) and advise(start, stop, MADV_COLLAPSE):
             moved += stop - start
     logger.debug("%d MB are in huge pages", moved // 10**6)
 
@@ -145,16 +140,3 @@ def _resident_mappings(smaps: str) -> Iterator[tuple[int, int]]:
             start = stop = 0
             if words[1] == "rw-p" and words[4] == "0" and (len(words) == 5 or words[5] == "[heap]"):
                 start, stop = (int(address, 16) for address in words[0].split("-"))
-
-
-def _madvise(start: int, stop: int, advice: int) -> bool:
-    """Whether the kernel took the advice for the whole huge pages between two addresses."""
-    start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    length = (stop - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if sys.platform != "linux" or length <= 0:
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice) == 0:
-        return True
-    logger.debug("no huge pages: madvise(%d): %s", advice, errno.errorcode.get(ctypes.get_errno()))
-    return False

@@ -8,11 +8,7 @@ for 60 of them.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import logging
 import mmap
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +16,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from worker.engines.daemon_threads import in_daemon_thread
-from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES
-
-logger = logging.getLogger(__name__)
+from worker.models.huge_pages import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, madvise
 
 START_S = 1.0
 """Seconds after which the first rows are touched: until then a worker's start needs all cores."""
 
 _PAUSE = 3.0
 """Pause behind each huge page, in times that it took: steps need the cores, too."""
-
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 Touch = Callable[[list[torch.Tensor], float, threading.Event], None]
 
@@ -96,12 +88,5 @@ def populate(tensor: torch.Tensor) -> bool:
     Returns:
         Whether the system did so.
     """
-    if sys.platform != "linux":
-        return False
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = tensor.data_ptr() + tensor.nbytes - start
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
-        return True
-    logger.debug("KV memory is not there ahead: %s", errno.errorcode.get(ctypes.get_errno()))
-    return False
+    return madvise(start, tensor.data_ptr() + tensor.nbytes - start, MADV_POPULATE_WRITE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import format_of
 from worker.models.quantization_config import quantization_of
+from worker.models.sealed_tensors import SealedTensors
 from worker.models.weight_files import INDEX, read_index
 
 logger = logging.getLogger(__name__)
@@ -61,23 +63,30 @@ _KINDS = (
 """Classes of what a packed copy holds."""
 
 
-def load_model(config: EmbeddedConfig) -> HfModel:
+def load_model(config: EmbeddedConfig, ahead: SealedTensors | None = None) -> HfModel:
     """Load the checkpoint in ``config.model_path``.
+
+    Args:
+        config: Settings of the model.
+        ahead: A packed copy of the checkpoint that is being read, in case it is of these settings.
 
     Raises:
         StartupError: it is missing, unreadable, incomplete or of an architecture that is not
             served; or the kernels that were asked for cannot compute here.
     """
-    return in_own_thread(lambda: _load_model(config))
+    with contextlib.ExitStack() as stack:
+        if ahead is not None:
+            stack.callback(ahead.close)
+        return in_own_thread(lambda: _load_model(config, ahead))
 
 
-def _load_model(config: EmbeddedConfig) -> HfModel:
+def _load_model(config: EmbeddedConfig, ahead: SealedTensors | None) -> HfModel:
     device = resolve_device(config.device)
     with launching_on(device):
-        return _load_on(device, config)
+        return _load_on(device, config, ahead)
 
 
-def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
+def _load_on(device: torch.device, config: EmbeddedConfig, ahead: SealedTensors | None) -> HfModel:
     directory = Path(config.model_path)
     copies = copies_of(directory, config.packed_copy)
     provenance = provenance_of(directory, copies)
@@ -110,7 +119,10 @@ def _load_on(device: torch.device, config: EmbeddedConfig) -> HfModel:
     copy = None
     if copies is not None and _can_be_kept(directory, settings, kernels):
         copy = PackedCopy(copies, provenance, _name(dtype, kernels, keeps), _KINDS)
-    found = _read(copy, dtype, kernels) if copy is not None else None
+    if ahead is not None and (copy is None or copy.path != ahead.path):
+        ahead.close()  # before other weights need the memory
+        ahead = None
+    found = _read(copy, ahead, dtype, kernels) if copy is not None else None
     network: Network
     if found is not None:
         network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
@@ -218,9 +230,11 @@ def _name(dtype: torch.dtype, kernels: KernelBackend, keeps: bool) -> str:
     return "-".join([str(dtype).removeprefix("torch."), held_in, *rounding])
 
 
-def _read(copy: PackedCopy, dtype: torch.dtype, kernels: KernelBackend) -> PackedModel | None:
+def _read(
+    copy: PackedCopy, ahead: SealedTensors | None, dtype: torch.dtype, kernels: KernelBackend
+) -> PackedModel | None:
     try:
-        found: PackedModel | None = copy.read()
+        found: PackedModel | None = copy.read(ahead)
         if found is not None:
             found.check(dtype, kernels.rounds_to)
     except ValueError as error:

@@ -1,36 +1,38 @@
 """A packed copy: what the engine made of a checkpoint, in a file beside it, for the next start.
 
-It is one safetensors file, whose metadata say what it holds, and of which checkpoint
-(`worker.models.beside`). It is read into huge pages, and used only if its tensors have the SHA-256
-that was written with them.
+It is one file of `worker.models.sealed_tensors`, which says what it holds, and of which checkpoint
+(`worker.models.beside`). A process that is to load the model can have it read while it still
+imports torch (`read_ahead`).
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
-from worker.engines.embedded.host import memory as host_memory
-from worker.models.beside import Provenance, keep, opened, sealed, side_by_side
-from worker.models.safetensors_file import Stored, write_safetensors
+from worker.models.beside import Provenance, keep, note_use
+from worker.models.huge_pages import address_of
+from worker.models.safetensors_file import Stored
+from worker.models.sealed_tensors import ALIGNMENT_BYTES, SealedTensors, write_sealed
+from worker.models.weight_files import StoredTensor
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same checkpoint would be packed, or written, differently."""
 
 _SOURCES = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
@@ -42,6 +44,7 @@ _CODES = {
     torch.int16: "I16",
     torch.int32: "I32",
 }
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _WRITTEN_AT_ONCE = 16 * 2**20
 _LOWEST_PRIORITY = 19
 
@@ -71,25 +74,28 @@ class PackedCopy:
         self._provenance = provenance
         self._seen = _state(self.path)
 
-    def read(self) -> Any:
+    def read(self, ahead: SealedTensors | None = None) -> Any:
         """The object that was written; None if nothing was.
+
+        Args:
+            ahead: This file, of which a part may have been read.
 
         Raises:
             ValueError: it is damaged, or of another checkpoint or version.
         """
         began = time.monotonic()
         try:
-            if not self.path.exists():
+            if ahead is None and not self.path.exists():
                 return None
-            with safe_open(self.path, framework="pt") as file:
-                content = opened(file.metadata() or {})
-                self._provenance.check(content["provenance"])
-                tensors = _loaded(file, content["tensors"])
-            value = self._decoded(content["value"], tensors)
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no memory for it
+            with contextlib.closing(ahead or SealedTensors(self.path)) as file:
+                self._provenance.check(file.content["provenance"])
+                tensors = {name: _tensor(*stored) for name, stored in file.finish().items()}
+            value = self._decoded(file.content["value"], tensors)
+        except (OSError, OverflowError) as error:
             raise ValueError(f"it cannot be read: {error}") from error
-        except (SafetensorError, LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is damaged: {str(error) or type(error).__name__}") from error
+        note_use(self.path)
         logger.info("packed weights: read from %s in %.1f s", self.path, time.monotonic() - began)
         return value
 
@@ -116,14 +122,11 @@ class PackedCopy:
                 raise BlockingIOError("it has been written meanwhile")
             if shutil.disk_usage(path.parent).free < 2 * size:
                 raise OSError(f"its {size // 10**6} MB would take more than half of what is free")
-            content = {
-                "provenance": self._provenance.record(),
-                "tensors": {name: _digest(parts(tensor)) for name, tensor in tensors.items()},
-                "value": tree,
-            }
-            stored = [_stored(name, tensor, parts(tensor)) for name, tensor in tensors.items()]
-            with path.open("wb") as file:
-                write_safetensors(file, stored, sealed(content))
+            stored = [
+                Stored(name, _CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, partial(parts, tensor))
+                for name, tensor in tensors.items()
+            ]
+            write_sealed(path, stored, {"provenance": self._provenance.record(), "value": tree})
 
         try:
             keep(self.path, write)
@@ -184,10 +187,6 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> An
     return value
 
 
-def _stored(name: str, tensor: torch.Tensor, parts: Iterator[memoryview]) -> Stored:
-    return Stored(name, _CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, lambda: parts)
-
-
 def _state(path: Path) -> tuple[int, int] | None:
     """Identity of the file that is there."""
     try:
@@ -197,31 +196,20 @@ def _state(path: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _loaded(file: Any, digests: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The tensors, in huge pages. Raises `ValueError` if one has another SHA-256."""
-    mapped = {name: file.get_tensor(name) for name in digests}
-    tensors = dict(zip(mapped, host_memory.like(mapped.values()), strict=True))
-
-    def take(name: str) -> bool:
-        np.copyto(_bytes(tensors[name]), _bytes(mapped[name]))  # torch would start threads in this one
-        return _digest(_parts(tensors[name])) == digests[name]
-
-    if not all(side_by_side(take, sorted(tensors, key=lambda name: -tensors[name].nbytes))):
-        raise ValueError("it is damaged: a tensor has another SHA-256")
-    return tensors
+def _tensor(stored: StoredTensor, content: memoryview) -> torch.Tensor:
+    """A tensor in the memory of its values; in some of its own if there it would not be aligned."""
+    dtype = _DTYPES[stored.dtype]
+    if not content:
+        return torch.empty(stored.shape, dtype=dtype)
+    is_aligned = address_of(content)[0] % ALIGNMENT_BYTES == 0
+    values = torch.frombuffer(content if is_aligned else bytearray(content), dtype=dtype).view(stored.shape)
+    return values if is_aligned else values.clone()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[memoryview]:
     view = _bytes(tensor).ravel().data
     for start in range(0, len(view), _WRITTEN_AT_ONCE):
         yield view[start : start + _WRITTEN_AT_ONCE]
-
-
-def _digest(parts: Iterable[memoryview]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

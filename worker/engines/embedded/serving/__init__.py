@@ -6,7 +6,7 @@ an engine without a model.
 """
 
 from worker.engines.embedded.serving.constant import load_constant
-from worker.engines.embedded.serving.engine import EmbeddedEngine, load
+from worker.engines.embedded.serving.engine import EmbeddedEngine, load, load_for_serving
 from worker.engines.embedded.serving.weights import weights_digest
 
-__all__ = ["EmbeddedEngine", "load", "load_constant", "weights_digest"]
+__all__ = ["EmbeddedEngine", "load", "load_constant", "load_for_serving", "weights_digest"]

@@ -50,15 +50,19 @@ from worker.engines.lora_adapters import FLAG, AdapterRefused
 from worker.engines.refusals import check_queue
 from worker.engines.weights import NotSupported, UpdatesWeights, WeightVersion
 from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, StartupError
+from worker.models.sealed_tensors import SealedTensors
 from worker.sampling import SamplingParams
 
 
-def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
+def load(
+    config: EmbeddedConfig, model: Model | None = None, ahead: SealedTensors | None = None
+) -> tuple[Stepper, EngineInfo]:
     """The stepper of an engine, and the engine's description.
 
     Args:
         config: Settings, checked here.
         model: A model to use instead of the checkpoint in ``config.model_path``.
+        ahead: See `load_model`.
 
     Raises:
         StartupError: with one clear line.
@@ -69,7 +73,7 @@ def load(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, E
     identity = None
     if config.role != "aggregated" or config.weight_updates:
         identity = fingerprint_beside(config.model_path, config.packed_copy)
-    model = model or load_model(config)
+    model = model or load_model(config, ahead)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
         raise StartupError(
@@ -152,10 +156,12 @@ def _computed_by(model: Model) -> str:
     return f"{device}, {dtype}, {model.made_by}" + ("" if says_threads else f", {threads}")
 
 
-def load_for_serving(config: EmbeddedConfig, model: Model | None = None) -> tuple[Stepper, EngineInfo]:
+def load_for_serving(
+    config: EmbeddedConfig, model: Model | None = None, ahead: SealedTensors | None = None
+) -> tuple[Stepper, EngineInfo]:
     """`load` with as many threads as the container allows, which exact numerics depend on."""
     limit_threads(config.model_path, config.local_workers)
-    return load(config, model)
+    return load(config, model, ahead)
 
 
 Load = Callable[[EmbeddedConfig, Model | None], tuple[Stepper, EngineInfo]]
