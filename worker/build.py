@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from worker.engines import ServingEngine
     from worker.engines.embedded import EmbeddedConfig
     from worker.models.sealed_tensors import SealedTensors
+    from worker.processors.sandbox_start import GrammarsAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,14 @@ class Built:
         arguments: Options of the worker.
         seal: Signs KV transfers, None for a worker that makes and takes none.
         smoke: Whether every answer is ``Hello world!``.
+        grammars: The sandbox for grammars, where it has been started.
     """
 
     engine: ServingEngine
     arguments: Arguments
     seal: Seal | None
     smoke: bool
+    grammars: GrammarsAhead | None = None
 
 
 def build(argv: Sequence[str] | None = None) -> Built:
@@ -62,9 +66,17 @@ def build(argv: Sequence[str] | None = None) -> Built:
     if arguments.runtime == "dynamo":
         check_ports(os.environ)
     arguments = with_checkpoint(arguments)
-    ahead = read_ahead(arguments)
-    check_default_sampling(arguments)  # imports torch
-    return Built(make_engine(arguments, ahead), arguments, seal, smoke)
+    from worker.processors.sandbox_start import grammars_ahead
+
+    with contextlib.ExitStack() as on_failure:
+        weights = weights_ahead(arguments)
+        grammars = grammars_ahead(arguments) if arguments.runtime == "dynamo" else None
+        if grammars is not None:
+            on_failure.callback(grammars.starting.close)
+        check_default_sampling(arguments)  # imports torch
+        engine = make_engine(arguments, weights)
+        on_failure.pop_all()
+    return Built(engine, arguments, seal, smoke, grammars)
 
 
 def with_hub_model(arguments: Arguments) -> Arguments:
@@ -123,7 +135,7 @@ def with_checkpoint(arguments: Arguments) -> Arguments:
     return replace(arguments, model_path=str(convert_gguf(file, model_cache(os.environ), _say, keeps_blocks)))
 
 
-def read_ahead(arguments: Arguments) -> SealedTensors | None:
+def weights_ahead(arguments: Arguments) -> SealedTensors | None:
     """The packed copy that the embedded engine likely loads, which threads begin to read."""
     from worker.models.beside import copies_of, last_used
     from worker.models.sealed_tensors import SealedTensors
@@ -151,7 +163,7 @@ def make_engine(arguments: Arguments, ahead: SealedTensors | None = None) -> Ser
 
     Args:
         arguments: Options of the worker.
-        ahead: Result of `read_ahead`.
+        ahead: Result of `weights_ahead`.
     """
     if arguments.engine == "trtllm":
         from worker.engines.trtllm import TrtllmEngine, config_from

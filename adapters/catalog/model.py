@@ -31,4 +31,4 @@ def precompute(vocabulary: Vocabulary) -> None:
     """
     byte_index(vocabulary)
     split_characters(vocabulary)
-    grammar_cache(vocabulary)
+    grammar_cache(vocabulary).tokenizer()

@@ -40,7 +40,8 @@ class GrammarCache:
     """LRU cache of compiled grammars. Thread-safe.
 
     Args:
-        tokenizer: Tokenizer of the vocabulary.
+        load: Loads the tokenizer of the vocabulary, which takes long (`compiler.load_tokenizer`).
+        num_words: Words of 32 bits that a mask of the vocabulary has.
         max_bytes: Bytes of compiled grammars to keep. A grammar in use is always found again.
         clock: Monotonic clock, seconds.
 
@@ -53,11 +54,17 @@ class GrammarCache:
     """
 
     def __init__(
-        self, tokenizer: LLTokenizer, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+        self,
+        load: Callable[[], LLTokenizer],
+        num_words: int,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.tokenizer = tokenizer
+        self._load = load
+        self._tokenizer: LLTokenizer | None = None
+        self._loading = threading.Lock()
         self.sandbox: GrammarSandbox | None = None
-        self.masks = GrammarMasks(tokenizer.eos_token // 32)  # llguidance's end token follows a row's words
+        self.masks = GrammarMasks(num_words)
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_hits = 0
@@ -69,7 +76,14 @@ class GrammarCache:
         self._freed_memory = FreedMemory(clock)
         self._compiling: dict[bytes, Future[Compiled]] = {}
         self._lock = threading.Lock()
-        self._threads = CompileThreads(tokenizer)
+        self._threads = CompileThreads(self.tokenizer)
+
+    def tokenizer(self) -> LLTokenizer:
+        """The tokenizer, loaded now if it has not been."""
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            return self._tokenizer
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -96,7 +110,7 @@ class GrammarCache:
         found = self._find(digest)
         if isinstance(found, Compiled) or broken.cpu_s > FAST_S:
             return found if isinstance(found, Compiled) else None
-        compiled = Compiled(compile_grammar(self.tokenizer, grammar), broken.num_bytes, broken.cpu_s)
+        compiled = Compiled(compile_grammar(self.tokenizer(), grammar), broken.num_bytes, broken.cpu_s)
         with self._lock:
             self._insert(digest, compiled)
         return compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,10 +66,10 @@ class CompileThreads:
     """Compiles grammars in threads with a large stack.
 
     Args:
-        tokenizer: Tokenizer of the grammars' vocabulary.
+        tokenizer: Gives the tokenizer of the grammars' vocabulary; called in the threads.
     """
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
+    def __init__(self, tokenizer: Callable[[], LLTokenizer]) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-compiler")
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar-compiler")
@@ -90,11 +90,12 @@ class CompileThreads:
             return threads.submit(self._compile, grammar, verdict)
 
     def _compile(self, grammar: str, verdict: Verdict | None) -> Compiled:
+        tokenizer = self._tokenizer()
         began_s = time.thread_time()
-        matcher = compile_grammar(self._tokenizer, grammar)
+        matcher = compile_grammar(tokenizer, grammar)
         if verdict is not None:
             return Compiled(matcher, verdict.num_bytes, verdict.cpu_s)
-        walk(matcher.deep_copy(), self._tokenizer)
+        walk(matcher.deep_copy(), tokenizer)
         return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar), time.thread_time() - began_s)
 
 

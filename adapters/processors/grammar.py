@@ -61,7 +61,8 @@ def grammar_cache(vocabulary: Vocabulary) -> GrammarCache:
     Raises:
         ValueError: it has no tokenizer.
     """
-    return vocabulary.derived("grammars", lambda: GrammarCache(load_tokenizer(_token_bytes(vocabulary))))
+    tokens = _token_bytes(vocabulary)
+    return vocabulary.derived("grammars", lambda: GrammarCache(lambda: load_tokenizer(tokens), -(-len(tokens) // 32)))
 
 
 def tokenizer_tables(vocabulary: Vocabulary) -> dict[str, Any]:

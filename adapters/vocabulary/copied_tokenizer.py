@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from threading import Lock
 from typing import Any
 
 import tokenizers
@@ -44,7 +45,6 @@ class CopiedTokenizer:
         LookupError, TypeError, ValueError: `content` is something else.
 
     Attributes:
-        backend_tokenizer: Tokenizer of the tokenizers library, as transformers configures it.
         added_tokens_decoder: Added tokens by id.
         all_special_ids: Ids of special tokens.
         eos_token_id: The tokenizer's own end token, None if it has none.
@@ -53,12 +53,8 @@ class CopiedTokenizer:
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        try:
-            self.backend_tokenizer = tokenizers.Tokenizer.from_str(content["backend"])
-        except (LookupError, TypeError):
-            raise
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(str(error)) from error
+        self._backend, self._num_tokens, self._lock = str(content["backend"]), int(content["size"]), Lock()
+        self._read: tokenizers.Tokenizer | None = None
         self.added_tokens_decoder = {
             int(token_id): CopiedToken(str(text), bool(special)) for token_id, text, special in content["added"]
         }
@@ -82,6 +78,7 @@ class CopiedTokenizer:
         pieces = token_bytes(tokenizer, num_ids(tokenizer))
         content = {
             "backend": backend.to_str(),
+            "size": backend.get_vocab_size(with_added_tokens=True),
             "added": [[id, str(token), token.special] for id, token in tokenizer.added_tokens_decoder.items()],
             "special": list(tokenizer.all_special_ids),
             "end": tokenizer.eos_token_id,
@@ -90,8 +87,21 @@ class CopiedTokenizer:
         }
         return content if _agree(tokenizer, CopiedTokenizer(content)) else None
 
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
+        """Tokenizer of the tokenizers library, as transformers configures it.
+
+        Read when it is first used, which keeps other threads from Python for a while: 0.1 s for
+        50,000 tokens. A worker starts without it, since the tokens' bytes are at hand.
+        """
+        with self._lock:
+            if self._read is None:
+                self._read = tokenizers.Tokenizer.from_str(self._backend)
+                self._backend = ""
+            return self._read
+
     def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+        return self._num_tokens
 
     def get_vocab(self) -> dict[str, int]:
         """Ids of all tokens, added ones included."""

@@ -103,9 +103,12 @@ class Vocabulary:
 
     def tag(self, text: str) -> tuple[int, ...]:
         """The id of ``text`` if the tokenizer has it as one token, else nothing."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not (text in added_tokens(tokenizer) or text.encode() in self.token_bytes):
+            return ()
         try:
             ids = self.encode(text)
-        except ValueError:  # no tokenizer, or one that cannot write it
+        except ValueError:  # it cannot write it
             return ()
         return tuple(ids) if len(ids) == 1 else ()
 

@@ -12,9 +12,10 @@ from worker.models.beside import Provenance, copies_of, keep, opened, sealed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same tokenizer would be copied differently, or its tokens have other bytes."""
 
+_NAME = "tokenizer.json"
 _SOURCES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
@@ -36,7 +37,7 @@ def load_vocabulary(
     if copies is None:
         return Vocabulary.from_pretrained(str(checkpoint), size, eos_token_ids)
     provenance = Provenance(checkpoint, _SOURCES, FORMAT, copies)
-    path = copies / "tokenizer.json"
+    path = copies / _NAME
     copied = _read(path, provenance)
     if copied is not None:
         return Vocabulary(size, copied, eos_token_ids, path=str(checkpoint))
@@ -51,6 +52,12 @@ def load_vocabulary(
     else:
         _write(path, provenance, content)
     return vocabulary
+
+
+def copied_tokenizer(checkpoint: Path, packed_copy: str = "auto") -> CopiedTokenizer | None:
+    """The copy that `load_vocabulary` would use; None if there is none."""
+    copies = copies_of(checkpoint, packed_copy)
+    return None if copies is None else _read(copies / _NAME, Provenance(checkpoint, _SOURCES, FORMAT, copies))
 
 
 def _read(path: Path, provenance: Provenance) -> CopiedTokenizer | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -37,9 +38,9 @@ from adapters.contract import CompanionProcessor, Context, ThinkingTracker
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused
-from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavailable
-from adapters.processors.grammar import grammar_cache, tokenizer_tables
-from adapters.vocabulary import ReasoningTokens, Vocabulary
+from adapters.grammars.sandbox import SandboxBusy, SandboxUnavailable
+from adapters.processors.grammar import grammar_cache
+from adapters.vocabulary import CopiedTokenizer, ReasoningTokens, Vocabulary
 from adapters.vocabulary.text_match import tag_matcher
 from worker.arguments import Arguments
 from worker.engines import EngineInfo, EngineRequest, TokenDelta
@@ -49,6 +50,7 @@ from worker.models.tokenizer_copy import load_vocabulary
 from worker.processors.breaker import Breaker
 from worker.processors.grammar_metrics import GrammarMetrics
 from worker.processors.metrics import ProcessorMetrics
+from worker.processors.sandbox_start import GrammarsAhead, StartingSandbox, kept_tokenizers
 from worker.requests.fields import SECTIONS
 from worker.requests.request import GenerationRequest
 
@@ -62,9 +64,17 @@ CHANNEL = "logits_processors"
 NUM_BUILDERS = 4
 """Threads that build chains."""
 
+WARM_UP_AFTER_S = 0.5
+"""Seconds behind the start until a builder makes, unasked, what only some requests need."""
+
 
 def make_chain_builder(
-    arguments: Arguments, info: EngineInfo, registry: CollectorRegistry, *, renders_templates: bool = False
+    arguments: Arguments,
+    info: EngineInfo,
+    registry: CollectorRegistry,
+    *,
+    renders_templates: bool = False,
+    ahead: GrammarsAhead | None = None,
 ) -> ServedChainBuilder:
     """The chain builder of a worker that has just loaded its model.
 
@@ -74,6 +84,7 @@ def make_chain_builder(
         registry: Registry of the metrics.
         renders_templates: Whether its tokenizer is to render chat templates; for the NATS runtime
             it does.
+        ahead: Result of `grammars_ahead`, which is taken.
 
     Raises:
         StartupError: the tokenizer cannot be read, the sandbox for grammars cannot be started, or
@@ -82,37 +93,38 @@ def make_chain_builder(
     metrics = GrammarMetrics(registry)
     with contextlib.ExitStack() as on_failure:
         try:
-            read = Future[Vocabulary]()
-            sandbox = GrammarSandbox(
-                lambda: tokenizer_tables(read.result()), timeout_s=arguments.grammar_timeout_s, observe=metrics.count
-            )
-            on_failure.callback(sandbox.close)
-            on_failure.callback(read.cancel)  # before that, which waits for the thread that waits for it
-            sandbox.start()  # imports its modules, then loads the tokenizer, while this process does
-            vocabulary = _vocabulary(arguments, info, renders_templates or arguments.runtime == "nats")
-            read.set_result(vocabulary)
+            if ahead is not None and ahead.size != info.vocab_size:
+                ahead.starting.close()
+                ahead = None
+            starting = StartingSandbox(arguments.grammar_timeout_s) if ahead is None else ahead.starting
+            on_failure.callback(starting.close)
+            starting.observe = metrics.count
+            vocabulary = _vocabulary(arguments, info, renders_templates, ahead)
+            if ahead is None:
+                starting.give(vocabulary.token_bytes)
             model = _model_context(vocabulary, arguments)
-            sandbox.wait_sent()
-            precompute(vocabulary)  # no request should wait for it
             cache = grammar_cache(vocabulary)
-            cache.sandbox, cache.max_bytes = sandbox, arguments.grammar_cache_mib * 2**20
+            cache.sandbox, cache.max_bytes = starting.sandbox, arguments.grammar_cache_mib * 2**20
             metrics.watch(cache)
-            sandbox.wait_ready()
+            starting.sandbox.wait_ready()
             chains = _with_policy(arguments, model, registry)
         except (OSError, ValueError) as error:
             raise StartupError(f"--model-path {arguments.model_path}: {error}") from None
         except SandboxUnavailable as error:
             raise StartupError(f"the sandbox for grammars {error}") from None
         on_failure.pop_all()
+    chains.warm_up()
     return chains
 
 
-def _vocabulary(arguments: Arguments, info: EngineInfo, renders_templates: bool) -> Vocabulary:
+def _vocabulary(
+    arguments: Arguments, info: EngineInfo, renders_templates: bool, ahead: GrammarsAhead | None
+) -> Vocabulary:
     """The vocabulary, with transformers' tokenizer where a template or third party may use it."""
     path, size, ends = arguments.model_path, info.vocab_size, info.eos_token_ids
-    runs_third_party = arguments.allow_logits_processors or arguments.logits_processor
-    copy = "off" if renders_templates or runs_third_party else arguments.packed_copy
-    return load_vocabulary(Path(path), size, ends, copy)
+    if ahead is not None:
+        return Vocabulary(size, ahead.tokenizer, ends, path=path)
+    return load_vocabulary(Path(path), size, ends, kept_tokenizers(arguments, renders_templates))
 
 
 def _model_context(vocabulary: Vocabulary, arguments: Arguments) -> Context:
@@ -168,8 +180,22 @@ class ServedChainBuilder:
         self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
         self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
+        self._warm_up = threading.Timer(WARM_UP_AFTER_S, self._derive)
+        self._warm_up.daemon = True
         ends = frozenset(model.vocabulary.eos_token_ids)
         policy.check(model_name, catalog, self.builder.context(ends, 0, None))
+
+    def warm_up(self) -> None:
+        """In a moment, in a thread, derive from the tokenizer what takes long, and what only some
+        requests need; those that come before do so themselves.
+        """
+        self._warm_up.start()
+
+    def _derive(self) -> None:
+        tokenizer = self.vocabulary.tokenizer
+        if isinstance(tokenizer, CopiedTokenizer):
+            tokenizer.backend_tokenizer  # noqa: B018
+        precompute(self.vocabulary)
 
     def select(self, request: GenerationRequest, metadata: Mapping[str, str]) -> Selection:
         """The processors that the request asks for, and those that the operator adds.
@@ -263,6 +289,7 @@ class ServedChainBuilder:
 
     async def close(self) -> None:
         """End the process that compiles grammars; requests with one are refused. Idempotent."""
+        self._warm_up.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.vocabulary.tokenizer is not None:
             sandbox = grammar_cache(self.vocabulary).sandbox

@@ -66,7 +66,8 @@ class WorkerEngine(LLMEngine):
     @classmethod
     def of(cls, built: Built) -> tuple[WorkerEngine, WorkerConfig]:
         """The engine that was built, and the runtime's settings for it."""
-        engine = cls(built.engine, built.arguments, seal=built.seal, smoke=built.smoke)
+        chains = partial(make_chain_builder, ahead=built.grammars)
+        engine = cls(built.engine, built.arguments, seal=built.seal, smoke=built.smoke, make_chains=chains)
         return engine, runtime.worker_config(built.arguments)
 
     @classmethod

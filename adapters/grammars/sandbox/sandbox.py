@@ -105,15 +105,6 @@ class GrammarSandbox:
         """Start the process; returns at once."""
         self._thread.start()
 
-    def wait_sent(self, timeout_s: float = START_TIMEOUT_S) -> bool:
-        """Wait until the process has been sent the tokenizer, or cannot be: False if it takes
-        longer.
-
-        Making llguidance's tokenizer holds the interpreter, and with it the thread that sends: a
-        caller that makes one itself waits here first, so that both load at the same time.
-        """
-        return self._supervisor.sent.wait(timeout_s)
-
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the process has loaded the tokenizer.
 

@@ -33,7 +33,6 @@ class Supervisor:
         selector: Selects the events of the process.
         process: The process; None between a failure and the next start.
         problem: Reason of the last start that failed; empty before, and once a process is ready.
-        sent: Set once a process has been sent all that it loads, or the first start has failed.
         settled: Set once the first start has succeeded or failed.
         num_restarts: Processes that had been ready and were replaced.
     """
@@ -42,7 +41,6 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.process: SandboxProcess | None = None
         self.problem = ""
-        self.sent = threading.Event()
         self.settled = threading.Event()
         self.num_restarts = 0
         self._tables, self._jobs = tables, jobs
@@ -78,8 +76,6 @@ class Supervisor:
         """Write and read as the selected ``events`` of the process allow."""
         if events & selectors.EVENT_WRITE:
             self.write(SandboxProcess.flush)
-            if self.process is not None and not self.process.unsent:
-                self.sent.set()
         if events & selectors.EVENT_READ and self.process is not None:
             self._receive(self.process)
 
@@ -137,7 +133,6 @@ class Supervisor:
         """Fail every job: no process can be started."""
         self.problem = reason
         self._jobs.fail_all(reason)
-        self.sent.set()
         self.settled.set()
 
     def end(self) -> None:

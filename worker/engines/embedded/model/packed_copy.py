@@ -2,7 +2,7 @@
 
 It is one file of `worker.models.sealed_tensors`, which says what it holds, and of which checkpoint
 (`worker.models.beside`). A process that is to load the model can have it read while it still
-imports torch (`read_ahead`).
+imports torch (`worker.build.weights_ahead`).
 """
 
 from __future__ import annotations
