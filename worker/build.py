@@ -69,8 +69,8 @@ def build(argv: Sequence[str] | None = None) -> Built:
     from worker.processors.sandbox_start import grammars_ahead
 
     with contextlib.ExitStack() as on_failure:
-        weights = weights_ahead(arguments)
-        grammars = grammars_ahead(arguments) if arguments.runtime == "dynamo" else None
+        weights = weights_ahead(arguments) if 'NOW' not in os.environ else None
+        grammars = grammars_ahead(arguments) if arguments.runtime == "dynamo" and 'NOG' not in os.environ else None
         if grammars is not None:
             on_failure.callback(grammars.starting.close)
         check_default_sampling(arguments)  # imports torch

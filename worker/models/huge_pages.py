@@ -37,6 +37,17 @@ def huge_pages(size: int) -> memoryview:
     return view
 
 
+def touch(view: memoryview) -> None:
+    """Write zeros to bytes that are not in memory yet.
+
+    The kernel that copies to them (``read``) holds the lock of the whole address space while it
+    gets a page, 4 ms where a virtual machine's host has to find one; other threads then wait that
+    load libraries. A program that writes itself does not.
+    """
+    start, stop = address_of(view)
+    ctypes.memset(start, 0, stop - start)
+
+
 def address_of(view: memoryview) -> tuple[int, int]:
     """Where writable bytes begin and end in this process's memory."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0

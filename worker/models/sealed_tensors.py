@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.models.beside import num_cpus, opened, sealed, side_by_side
-from worker.models.huge_pages import huge_pages
+from worker.models.huge_pages import huge_pages, touch
 from worker.models.problems import ModelFileError
 from worker.models.regular_files import open_regular
 from worker.models.safetensors_file import Stored, write_safetensors
@@ -136,6 +136,7 @@ class SealedTensors:
             while (number := next(self._unread, None)) is not None and not self._problems:
                 start = number * _PART_BYTES
                 part = self._memory[start : start + _PART_BYTES]
+                touch(part)
                 _fill(part, self._file.fileno(), self._begins + start)
                 if hashlib.sha256(part).hexdigest() != self._digests[number]:
                     raise ValueError("it is damaged: a part has another SHA-256")
