@@ -66,11 +66,9 @@ def build(argv: Sequence[str] | None = None) -> Built:
     if arguments.runtime == "dynamo":
         check_ports(os.environ)
     arguments = with_checkpoint(arguments)
-    from worker.processors.sandbox_start import grammars_ahead
-
     with contextlib.ExitStack() as on_failure:
-        weights = weights_ahead(arguments) if 'NOW' not in os.environ else None
-        grammars = grammars_ahead(arguments) if arguments.runtime == "dynamo" and 'NOG' not in os.environ else None
+        weights = weights_ahead(arguments)
+        grammars = sandbox_ahead(arguments)
         if grammars is not None:
             on_failure.callback(grammars.starting.close)
         check_default_sampling(arguments)  # imports torch
@@ -149,6 +147,15 @@ def weights_ahead(arguments: Arguments) -> SealedTensors | None:
         return None
     tensors.begin()
     return tensors
+
+
+def sandbox_ahead(arguments: Arguments) -> GrammarsAhead | None:
+    """The sandbox for grammars of a worker behind Dynamo, which begins to start."""
+    if arguments.runtime != "dynamo":
+        return None
+    from worker.processors.sandbox_start import grammars_ahead
+
+    return grammars_ahead(arguments)
 
 
 def check_default_sampling(arguments: Arguments) -> None:

@@ -12,7 +12,6 @@ from adapters.vocabulary.byte_index import ByteIndex
 from adapters.vocabulary.exact_text import TextEncoder
 from adapters.vocabulary.token_bytes import added_tokens, known_ids, num_ids, special_ids, token_bytes
 from adapters.vocabulary.tokenizer import Tokenizer
-from adapters.vocabulary.tokenizer_files import explain
 
 T = TypeVar("T")
 
@@ -68,6 +67,8 @@ class Vocabulary:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of any class: the tokenizers library raises bare Exception
+            from adapters.vocabulary.tokenizer_files import explain
+
             raise explain(Path(path), error) from error
         if eos_token_ids is None:
             eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -44,7 +44,7 @@ class Clock:
 
 
 def cache_of(tokenizer: LLTokenizer, sandbox: GrammarSandbox | None, max_bytes: int = caches.MAX_BYTES) -> GrammarCache:
-    cache = GrammarCache(tokenizer, max_bytes, Clock())
+    cache = GrammarCache(lambda: tokenizer, tokenizer.eos_token // 32, max_bytes, Clock())
     cache.sandbox = sandbox
     return cache
 

@@ -120,6 +120,28 @@ assert torch._meta_registrations.activate_meta
     run(program)
 
 
+def test_frames_of_torch_have_the_modules_that_inspect_finds_otherwise() -> None:
+    program = """
+import inspect, sys
+from adapters import lean_torch
+ours, found = inspect.getmodule, []
+assert lean_torch.install()
+def told(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "found" and frame.f_code.co_filename == lean_torch.__file__:
+        of = frame.f_locals["of"]
+        found.append((of, inspect.isframe(of)))
+sys.setprofile(told)
+import torch
+sys.setprofile(None)
+assert inspect.getmodule is ours
+frames = [of for of, is_frame in found if is_frame]
+assert frames
+for of in frames:
+    assert sys.modules[of.f_globals["__name__"]] is ours(of), of
+"""
+    run(program)
+
+
 def test_importing_the_packages_changes_nothing_about_torch() -> None:
     program = "import sys, adapters, worker.build, worker.importing\nprint([type(each) for each in sys.meta_path])"
     assert "lean_torch" not in run(program)

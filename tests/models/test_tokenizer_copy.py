@@ -210,3 +210,25 @@ def test_without_a_tokenizer_the_error_is_transformers_own(tmp_path: Path) -> No
     with pytest.raises((OSError, ValueError)):
         load_vocabulary(tmp_path, 400, (1,))
     assert not (tmp_path / DIRECTORY).exists()
+
+
+def test_a_tag_is_a_text_of_one_token(checkpoint: Path) -> None:
+    """As encoding says, which needs the whole tokenizer; a text that no token has does not."""
+    for vocabulary in pair(checkpoint):
+        texts = {*map(bytes.decode, (token for token in vocabulary.token_bytes if token.isascii())), "<think>", "fox"}
+        assert vocabulary.tokenizer is not None
+        for text in {*texts, *(f"{text}?" for text in texts), *vocabulary.tokenizer.get_vocab()}:
+            try:
+                ids = tuple(vocabulary.encode(text))
+            except ValueError:
+                ids = ()
+            assert vocabulary.tag(text) == (ids if len(ids) == 1 else ()), text
+
+
+def test_a_copy_is_whole_before_its_tokenizer_is_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, copied = pair(checkpoint)
+    monkeypatch.setattr(CopiedTokenizer, "backend_tokenizer", None)
+    assert copied.num_tokens == own.num_tokens
+    assert len(copied.tokenizer) == len(own.tokenizer)  # type: ignore[arg-type]
+    assert tokenizer_tables(copied) == tokenizer_tables(own)
+    assert copied.tag("no such token") == ()

@@ -8,7 +8,7 @@ loaded. `option` has what an option is, `values` the parsers of their texts, `ta
 
 from worker.arguments.key_file import KnownKeys, keys_in
 from worker.arguments.option import Option, StrictParser
-from worker.arguments.sources import load_yaml, parse_arguments
+from worker.arguments.sources import parse_arguments
 from worker.arguments.table import OPTIONS, Arguments
 from worker.arguments.values import SUBJECT_PART
 
@@ -20,6 +20,5 @@ __all__ = [
     "Option",
     "StrictParser",
     "keys_in",
-    "load_yaml",
     "parse_arguments",
 ]

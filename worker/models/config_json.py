@@ -64,7 +64,7 @@ def _size(key: str) -> Any:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class _Rope(_Strict):

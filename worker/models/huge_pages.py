@@ -1,5 +1,4 @@
-"""Memory in huge pages. Linux only, and only advice to the kernel: without it nothing changes but the
-speed.
+"""Memory in huge pages: Linux only, and only advice to the kernel, which changes the speed alone.
 
 With small pages, address translation (TLB misses) takes about a tenth of a decode step.
 """

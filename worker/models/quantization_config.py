@@ -127,7 +127,7 @@ def quantization_of(settings: Mapping[str, Any]) -> Quantization | None:
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     modules_to_not_convert: _Names | None = None
 
@@ -142,7 +142,7 @@ class _Settings(BaseModel):
 class _GptqOverride(BaseModel):
     """Settings of some modules."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(defer_build=True, strict=True, extra="ignore")
 
     bits: Literal[4, 8] | None = None
     group_size: _Group | None = None
@@ -191,7 +191,7 @@ class _Fp8(_Settings):
 class _Args(BaseModel):
     """compressed-tensors' arguments of what is quantised; any other key is refused."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, strict=True, extra="forbid")
 
     num_bits: Annotated[int, Field(ge=1, le=16)] = 8
     type: Literal["int", "float"] = "int"
@@ -219,7 +219,7 @@ class _Weights(_Args):
 class _ModuleGroup(BaseModel):
     """A group of modules that are quantised alike."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, strict=True, extra="forbid")
 
     targets: _Names
     weights: _Weights | None = None

@@ -68,7 +68,7 @@ class GrammarsAhead:
 
 
 def grammars_ahead(arguments: Arguments) -> GrammarsAhead | None:
-    """The sandbox of a worker that has not loaded its model; None where its tokenizer has no copy."""
+    """The sandbox of a worker that has not loaded its model; None if its tokenizer has no copy."""
     path = Path(arguments.model_path)
     tokenizer = copied_tokenizer(path, kept_tokenizers(arguments))
     if tokenizer is None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.strict_json import decoder
-from worker.arguments import Arguments, load_yaml
+from worker.arguments import Arguments
+from worker.arguments.yaml_file import load_yaml
 from worker.errors import ConfigurationError
 
 OVERRIDE = "--override-engine-args"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters.strict_json import decoder
-from worker.arguments import OPTIONS, Arguments, load_yaml
+from worker.arguments import OPTIONS, Arguments
+from worker.arguments.yaml_file import load_yaml
 from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.vllm.flags import read_flags
