@@ -257,9 +257,9 @@ def llguidance_ms(llm: LLM, schema: dict[str, Any], outputs: list[list[int]]) ->
     vocabulary = model_of(llm.llm_engine.vllm_config).context.vocabulary
     cache = grammar_cache(vocabulary)
     grammar = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), vocabulary)
-    compiled = compile_grammar(cache.tokenizer, grammar)
+    compiled = compile_grammar(cache.tokenizer(), grammar)
     matchers = [compiled.deep_copy() for _ in outputs]
-    mask, times = np.zeros(cache.tokenizer.eos_token // 32 + 1, dtype=np.int32), []
+    mask, times = np.zeros(cache.tokenizer().eos_token // 32 + 1, dtype=np.int32), []
     address, num_bytes = mask.ctypes.data, mask.nbytes
     for tokens in zip(*outputs, strict=True):
         began = time.thread_time()

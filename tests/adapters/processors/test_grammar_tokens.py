@@ -359,7 +359,7 @@ def test_each_token_that_a_mask_allows_can_be_taken(
 @pytest.mark.parametrize("model", MODELS)
 def test_the_trial_of_a_grammar_knows_the_same_tokens(model: str) -> None:
     vocabulary = vocabulary_like(model)
-    tokenizer = grammar_cache(vocabulary).tokenizer
+    tokenizer = grammar_cache(vocabulary).tokenizer()
     for kind, args in [*((kind, args) for kind, args, _ in LANGUAGES), *ENDLESS]:
         walk(compile_grammar(tokenizer, kind.grammar(kind.Args.model_validate(args), vocabulary)), tokenizer)
 
