@@ -25,12 +25,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
-
-import yaml
 
 from adapters.catalog.catalog import Catalog
 from adapters.catalog.selection import Origin, Requested, Selection, SelectionError, parse_processor
@@ -228,12 +226,15 @@ class _Reader:
         )
 
     def _yaml(self) -> object:
+        from yaml import YAMLError  # a worker without a policy starts without the library
+
+        from adapters.strict_yaml import read_yaml
+
         try:
-            text = Path(self._file).read_text(encoding="utf-8")
-            return yaml.load(text, _Loader)
+            return read_yaml(Path(self._file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             self._fail("", f"cannot be read: {error}")
-        except yaml.YAMLError as error:
+        except YAMLError as error:
             self._fail("", f"is not YAML: {' '.join(str(error).split())}")
 
     def _model(self, section: object, key: str) -> ModelPolicy:
@@ -304,20 +305,3 @@ class _Reader:
 
     def _fail(self, key: str, problem: str) -> NoReturn:
         raise PolicyError(self._file, key, problem)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe types; a key that occurs twice is an error, not the last one's value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                continue  # the base class refuses it
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)

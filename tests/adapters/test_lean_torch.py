@@ -120,7 +120,7 @@ assert torch._meta_registrations.activate_meta
     run(program)
 
 
-def test_frames_of_torch_have_the_modules_that_inspect_finds_otherwise() -> None:
+def test_frames_of_torch_have_the_modules_inspect_finds() -> None:
     program = """
 import inspect, sys
 from adapters import lean_torch

@@ -19,7 +19,7 @@ from worker.tiny_model import write_tiny_model
 SLOW = {
     *("transformers", "huggingface_hub", "scipy", "sklearn", "pandas", "PIL", "torchvision"),
     *("vllm", "tensorrt_llm", "nixl", "nats", "grpc", "opentelemetry", "openai", "aiohttp", "jinja2"),
-    *("torch._dynamo", "torch._inductor", "sympy"),
+    *("torch._dynamo", "torch._inductor", "sympy", "gguf", "yaml"),
     *("torch._meta_registrations", "torch._decomp", "torch._prims", "torch._refs"),
 }
 """Modules that take long to import, or that only other options need."""

@@ -38,7 +38,7 @@ def blocks(kind: GGMLQuantizationType, rows: int, count: int) -> np.ndarray[tupl
     return found.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [GGMLQuantizationType[name] for name in READ], ids=lambda kind: kind.name)
 def test_values_are_those_that_gguf_py_dequantises(kind: GGMLQuantizationType) -> None:
     packed = blocks(kind, 40, 3)
     found = unpack_blocks(packed, kind)

@@ -270,7 +270,7 @@ def test_engine_options_from_a_file(tmp_path: Path) -> None:
     [
         ("max_seqs: 8", "unknown engine option 'max_seqs'; known: "),
         ("namespace: x", "unknown engine option 'namespace'; known: "),
-        ("max_num_seqs: 8\nmax_num_seqs: 9", "key 'max_num_seqs' is given twice"),
+        ("max_num_seqs: 8\nmax_num_seqs: 9", "the key 'max_num_seqs' occurs twice"),
         ("max_num_seqs: [8]", "max_num_seqs must be one value, got [8]"),
         ("max_num_seqs: true", "max_num_seqs must be one value, got True"),
         ("max_num_seqs:", "max_num_seqs must be one value, got None"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,9 +20,12 @@ from worker.build import embedded_config, sandbox_ahead, weights_ahead
 from worker.engines import EngineInfo
 from worker.engines.embedded import native
 from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.packed_copy import PackedCopy
+from worker.engines.embedded.native import PackedWeight
 from worker.errors import StartupError
 from worker.models.beside import last_used
+from worker.models.sealed_tensors import SealedTensors
 from worker.models.tokenizer_copy import load_vocabulary
 from worker.processors import builder
 from worker.processors.builder import make_chain_builder
@@ -46,9 +50,12 @@ def arguments(model: Path, *more: str) -> Arguments:
 
 
 def weights_of(model: HfModel) -> list[bytes]:
-    packed = model._network.packed()
+    network = model._network
+    assert isinstance(network, LlamaNetwork)
+    packed = network.packed()
     assert packed is not None
-    return [layer.qkv.weight.panels.numpy().tobytes() for layer in packed.layers]
+    found = [layer.qkv.weight for layer in packed.layers]
+    return [each.panels.numpy().tobytes() for each in found if isinstance(each, PackedWeight)]
 
 
 @has_kernels
@@ -57,6 +64,7 @@ def test_the_copy_that_was_used_last_is_read(model: Path, monkeypatch: pytest.Mo
     plain, rounded = arguments(model), arguments(model, "--quantization", "int8")
     assert weights_ahead(plain) is None
     expected = weights_of(load_model(embedded_config(plain)))
+    assert expected
     load_model(embedded_config(rounded))
     copies = last_used(model / ".packed")
     assert copies is not None
@@ -68,9 +76,14 @@ def test_the_copy_that_was_used_last_is_read(model: Path, monkeypatch: pytest.Mo
     assert weights_of(load_model(embedded_config(plain), ahead)) == expected
     assert not len(ahead._memory)
 
-    taken = []
+    taken: list[SealedTensors | None] = []
     read = PackedCopy.read
-    monkeypatch.setattr(PackedCopy, "read", lambda copy, ahead=None: (taken.append(ahead), read(copy, ahead))[1])
+
+    def noted(copy: PackedCopy, ahead: SealedTensors | None = None) -> Any:
+        taken.append(ahead)
+        return read(copy, ahead)
+
+    monkeypatch.setattr(PackedCopy, "read", noted)
     ahead = weights_ahead(plain)
     assert ahead is not None
     assert "int8" not in ahead.path.name

@@ -6,16 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-import yaml
+from yaml import YAMLError
 
+from adapters.strict_yaml import read_yaml
 from worker.errors import ConfigurationError, one_line
 
 
 def load_yaml(path: str, flag: str = "--extra-engine-args") -> dict[str, Any]:
     """The mapping in the file that ``flag`` names. Raises `ConfigurationError`."""
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         reason = one_line(error)
         raise ConfigurationError(f"{flag} {path}: {reason}") from None
     except RecursionError:
@@ -59,15 +60,3 @@ def _check_data(source: str, place: str, value: Any, checked: set[int], depth: i
     elif not isinstance(value, str | int | float | None):
         problem = f"must be JSON data, got a {type(value).__name__}, {value}; text goes in quotes"
         raise ConfigurationError(f"{source}{place}: {problem}")
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys in silence; here that is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} is given twice")
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping

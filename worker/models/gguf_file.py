@@ -14,14 +14,15 @@ import struct
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from worker.models.problems import ModelFileError, shown
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -154,6 +155,8 @@ class GgufTensor:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, a run of values along the last dimension."""
+        from gguf.constants import GGML_QUANT_SIZES  # no second start needs the library
+
         block, size = GGML_QUANT_SIZES[self.kind]
         return self.shape[-1] // block * size
 
@@ -225,6 +228,8 @@ class GgufFile:
 
     def rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
         """The numbered rows of a tensor in that order, ``[n, shape[-1]]`` at a time."""
+        from gguf.quants import dequantize
+
         return (dequantize(packed, tensor.kind) for packed in self.packed_rows(tensor, rows))
 
     def packed_rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint8]]:
@@ -337,6 +342,9 @@ class _Header:
 
 def _readable(name: str, shape: tuple[int, ...], number: int) -> GGMLQuantizationType:
     """The type of a tensor. Raises `GgufError` if gguf-py cannot dequantise it."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
     try:
         kind = GGMLQuantizationType(number)
         block, size = GGML_QUANT_SIZES[kind]

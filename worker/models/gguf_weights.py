@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGMLQuantizationType
 
 from worker.models.geometry import Geometry, Tensor
 from worker.models.gguf_file import GgufError, GgufFile, GgufTensor
@@ -48,9 +47,9 @@ _GGUF_NAMES = (
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 _NUMBERS = {
-    GGMLQuantizationType.F32: "float32",
-    GGMLQuantizationType.F16: "float16",
-    GGMLQuantizationType.BF16: "bfloat16",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
 }
 """The dtype of tensors that are plain numbers; blocks are dequantised and rounded to `BLOCKS`."""
 
@@ -117,7 +116,7 @@ class Weight:
         if len(self.shape) < 2 or self.has_one or ".ffn_gate_inp." in self.tensor.name:
             return False
         kinds = {tensor.kind for tensor in self.tensors}
-        return self.tensor.name.endswith(".weight") and len(kinds) == 1 and self.tensor.kind in READ
+        return self.tensor.name.endswith(".weight") and len(kinds) == 1 and self.tensor.kind.name in READ
 
     def packed_rows(self, file: GgufFile) -> Iterator[npt.NDArray[np.uint8]]:
         """Blocks of its rows in order, bytes ``[n, row_bytes]`` at a time, of each expert's matrix
@@ -131,7 +130,7 @@ class Weight:
     @property
     def dtype(self) -> str:
         """Data type that holds its values: exactly, if they are plain numbers."""
-        found = {_NUMBERS.get(tensor.kind, BLOCKS) for tensor in self.tensors}
+        found = {_NUMBERS.get(tensor.kind.name, BLOCKS) for tensor in self.tensors}
         return found.pop() if len(found) == 1 else "float32"
 
 
@@ -164,10 +163,10 @@ def plain_dtype(file: GgufFile, adds_one: bool = False) -> str:
     """Data type of the model by default: the narrowest that holds all plain numbers of the file
     exactly; `BLOCKS` where there are blocks. With `adds_one`, norms are stored with 1 added.
     """
-    kinds = {tensor.kind for tensor in file.tensors.values()}
+    kinds = {tensor.kind.name for tensor in file.tensors.values()}
     if not kinds <= set(_NUMBERS):
         return BLOCKS
-    narrow = kinds - {GGMLQuantizationType.F32}
+    narrow = kinds - {"F32"}
     if len(narrow) != 1:
         return "float32"
     dtype = _NUMBERS[narrow.pop()]
@@ -176,7 +175,7 @@ def plain_dtype(file: GgufFile, adds_one: bool = False) -> str:
 
 def _fits(file: GgufFile, tensor: GgufTensor, dtype: str, adds_one: bool) -> bool:
     """Whether each value of a tensor is one of `dtype`, bit by bit."""
-    if tensor.kind != GGMLQuantizationType.F32:
+    if tensor.kind.name != "F32":
         return True
     one = np.float32(adds_one and tensor.name.endswith("norm.weight"))
     return all(are_exact(rows - one, dtype) for rows in file.rows(tensor, np.arange(tensor.num_rows)))

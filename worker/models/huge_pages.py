@@ -48,7 +48,7 @@ def touch(view: memoryview) -> None:
 
 
 def address_of(view: memoryview) -> tuple[int, int]:
-    """Where writable bytes begin and end in this process's memory."""
+    """Addresses of the beginning and the end of writable bytes."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
     return start, start + view.nbytes
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGMLQuantizationType as Kind
-from gguf.quants import Q4_K
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
 
 CODES, SCALES, OFFSETS = ".codes", ".scales", ".offsets"
 """Suffixes of a weight's name."""
@@ -62,12 +63,12 @@ class Codes:
     offsets: npt.NDArray[Any] | None = None
 
 
-def unpack_blocks(packed: npt.NDArray[np.uint8], kind: Kind) -> Codes:
+def unpack_blocks(packed: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Codes:
     """GGUF's rows of blocks ``[n, bytes]``, of one of `READ`, with the same values.
 
     The layouts are those of ggml's ``ggml-common.h``.
     """
-    return READ[kind](packed)
+    return READ[kind.name](packed)
 
 
 def _blocks(packed: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:
@@ -110,6 +111,8 @@ def _q4_k(packed: npt.NDArray[np.uint8]) -> Codes:
     """Eight groups of 32, whose scales and minima of 6 bits count in the block's float16 steps."""
     blocks = _blocks(packed, 144)
     step, least_step = (_halves(blocks[..., at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
+    from gguf.quants import Q4_K  # no second start needs the library
+
     scales, minima = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
     shape = (*blocks.shape[:2], 8)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
@@ -137,11 +140,11 @@ def _mxfp4(packed: npt.NDArray[np.uint8]) -> Codes:
 
 
 READ = {
-    Kind.Q8_0: _q8_0,
-    Kind.Q4_0: _q4_0,
-    Kind.Q4_1: _q4_1,
-    Kind.Q4_K: _q4_k,
-    Kind.Q6_K: _q6_k,
-    Kind.MXFP4: _mxfp4,
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
-"""Types of GGUF's tensors that are kept as they are."""
+"""Types of GGUF's tensors that are kept as they are, by name."""

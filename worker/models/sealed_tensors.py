@@ -35,7 +35,7 @@ def write_sealed(path: Path, tensors: Iterable[Stored], content: Mapping[str, An
 
     Args:
         path: Path of the file.
-        tensors: Its tensors, whose values are made twice.
+        tensors: Tensors of the file, whose values are made twice.
         content: JSON data that lie in it, too.
 
     Raises:

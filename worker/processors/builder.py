@@ -186,8 +186,8 @@ class ServedChainBuilder:
         policy.check(model_name, catalog, self.builder.context(ends, 0, None))
 
     def warm_up(self) -> None:
-        """In a moment, in a thread, derive from the tokenizer what takes long, and what only some
-        requests need; those that come before do so themselves.
+        """Derive from the tokenizer, in a thread and in a moment, what only some requests need and
+        takes long; those that come before do so themselves.
         """
         self._warm_up.start()
 

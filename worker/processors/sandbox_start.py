@@ -85,7 +85,7 @@ def grammars_ahead(arguments: Arguments) -> GrammarsAhead | None:
 
 
 def kept_tokenizers(arguments: Arguments, renders_templates: bool = False) -> str:
-    """Where copied tokenizers are (`beside.copies_of`): ``off`` where a template or a processor of
+    """The place of copied tokenizers (`beside.copies_of`): ``off`` where a template or a processor of
     a third party may use transformers' own.
     """
     runs_third_party = arguments.allow_logits_processors or arguments.logits_processor

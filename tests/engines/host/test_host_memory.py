@@ -8,8 +8,9 @@ import pytest
 import torch
 from memory_mappings import mapping_field
 
-from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, _resident_mappings, collapse_resident, like, zeros
+from worker.engines.embedded.host.memory import _resident_mappings, collapse_resident, like, zeros
 from worker.engines.embedded.transfer.layout import merged
+from worker.models.huge_pages import HUGE_PAGE_BYTES
 
 CPU = torch.device("cpu")
 

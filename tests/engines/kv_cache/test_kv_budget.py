@@ -14,9 +14,10 @@ from engine_doubles import collect
 from memory_mappings import CAN_POPULATE, resident_bytes
 
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Engine
-from worker.engines.embedded.host.memory import HUGE_PAGE_BYTES, zeros
+from worker.engines.embedded.host.memory import zeros
 from worker.engines.embedded.kv_cache import budget
 from worker.errors import StartupError
+from worker.models.huge_pages import HUGE_PAGE_BYTES
 from worker.sampling import SamplingParams
 
 GIB = 2**30

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from gguf.constants import GGMLQuantizationType as Kind
 
 from worker.engines.embedded.model import super_blocks
 from worker.engines.embedded.model.linear import Projection
@@ -34,12 +33,12 @@ OTHER = "int8"
 """Format of tensors in whose own nothing here rounds: as ``--quantization int8``."""
 
 _KINDS = {
-    (8, 32, torch.float16, False): Kind.Q8_0,
-    (4, 32, torch.float16, False): Kind.Q4_0,
-    (4, 32, torch.float16, True): Kind.Q4_1,
-    (4, 32, torch.float32, True): Kind.Q4_K,
-    (8, 16, torch.float32, False): Kind.Q6_K,
-    (4, 32, torch.uint8, False): Kind.MXFP4,
+    (8, 32, torch.float16, False): "Q8_0",
+    (4, 32, torch.float16, False): "Q4_0",
+    (4, 32, torch.float16, True): "Q4_1",
+    (4, 32, torch.float32, True): "Q4_K",
+    (8, 16, torch.float32, False): "Q6_K",
+    (4, 32, torch.uint8, False): "MXFP4",
 }
 """GGUF types by `Layout`; see `worker.models.quantised.unpack_blocks`."""
 
@@ -100,7 +99,7 @@ def _format(stored: str, layout: Layout) -> str:
     if stored in FORMATS:
         return "int8" if layout[0] == 8 else "int4"
     kind = _KINDS.get(layout)
-    return OTHER if kind is None or kind.name not in stored.split(", ") else kind.name
+    return OTHER if kind is None or kind not in stored.split(", ") else kind
 
 
 def quantised_parts(weights: LlamaWeights, kv_rows: int) -> Iterator[tuple[str, QuantisedPanels]]:
@@ -146,7 +145,7 @@ def requantised(
     Raises:
         ValueError: its scales cannot hold the weight.
     """
-    if format == Kind.MXFP4.name:
+    if format == "MXFP4":
         check(largest_of(weight))
         return round_mxfp4(weight.detach())
     if format not in FORMATS and native_weights.are_available():
@@ -155,7 +154,7 @@ def requantised(
         found, is_finite = QuantisedWeight(*rounding.rounded), rounding.is_finite
     else:
         check(largest_of(weight))
-        found = quantise(weight, format) if format in FORMATS else _rounded_to(Kind[format], weight)
+        found = quantise(weight, format) if format in FORMATS else _rounded_to(format, weight)
         parts = [found.scales, *([] if found.offsets is None else [found.offsets])]
         is_finite = all(bool(part.isfinite().all()) for part in parts)
     if not is_finite:
@@ -193,7 +192,7 @@ def largest_of(numbers: torch.Tensor) -> float:
     return max(-least, most)
 
 
-def _rounded_to(kind: Kind, weight: torch.Tensor) -> QuantisedWeight:
+def _rounded_to(kind: str, weight: torch.Tensor) -> QuantisedWeight:
     parts = [_ROUNDED_TO[kind](rows.float()) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)]
     codes, scales, offsets = zip(*parts, strict=True)
     return QuantisedWeight(torch.cat(codes), torch.cat(scales), None if offsets[0] is None else torch.cat(offsets))
@@ -276,11 +275,11 @@ def _paired(codes: torch.Tensor) -> torch.Tensor:
     return whole[:, ::2] | whole[:, 1::2] << 4
 
 
-_ROUNDED_TO: dict[Kind, Callable[[torch.Tensor], Rounded]] = {
-    Kind.Q8_0: _q8_0,
-    Kind.Q4_0: _q4_0,
-    Kind.Q4_1: _q4_1,
-    Kind.Q4_K: _q4_k,
-    Kind.Q6_K: _q6_k,
+_ROUNDED_TO: dict[str, Callable[[torch.Tensor], Rounded]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
 }
 """Rounding of rows ``[n, K]`` in float32, by GGUF type, without native kernels."""

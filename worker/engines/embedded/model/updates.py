@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from gguf.constants import GGMLQuantizationType as Kind
 
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.model.checkpoint_files import read_settings
@@ -137,7 +136,7 @@ class ReloadedUpdates:
                 self._transposed = [
                     name for name, weight in quantised.items() if keeps and weight.scheme.layout == MXFP4
                 ]
-                self._formats = dict.fromkeys(self._transposed, Kind.MXFP4.name)
+                self._formats = dict.fromkeys(self._transposed, "MXFP4")
                 self._dequantised = quantised.keys() - set(self._transposed)
                 if self._dequantised:
                     _tell(model.stored_format, "not quantised")
