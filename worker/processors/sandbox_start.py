@@ -85,8 +85,8 @@ def grammars_ahead(arguments: Arguments) -> GrammarsAhead | None:
 
 
 def kept_tokenizers(arguments: Arguments, renders_templates: bool = False) -> str:
-    """The place of copied tokenizers (`beside.copies_of`): ``off`` where a template or a processor of
-    a third party may use transformers' own.
+    """The place of copied tokenizers (`beside.copies_of`): ``off`` where a template or a third
+    party's processor may use transformers' own.
     """
     runs_third_party = arguments.allow_logits_processors or arguments.logits_processor
     is_its_own = renders_templates or arguments.runtime == "nats" or runs_third_party
