@@ -567,6 +567,7 @@ def test_every_chunk_has_the_receipt_so_far(served: Shared, level: Any) -> None:
     assert previous is not None
     whole = chat(served[0], *processors, receipt=level, **long)
     assert whole.receipts == [previous]
+    assert len(reply.token_ids) == 150
     check_receipt(previous, reply)
 
 
@@ -580,11 +581,11 @@ def check_grows(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 def check_receipt(receipt: dict[str, Any], reply: Reply) -> None:
     banned, prefix = receipt["processors"]
-    first = receipt["prompt_length"]
-    assert banned["steps_active"] == len(reply.token_ids) == 16
-    assert banned["tokens_masked"] == 32
-    assert (banned["first_position"], banned["last_position"]) == (first, first + 15)
-    assert 0 < prefix["tokens_forced"] == prefix["steps_active"] < 16
+    first, count = receipt["prompt_length"], len(reply.token_ids)
+    assert banned["steps_active"] == count
+    assert banned["tokens_masked"] == 2 * count
+    assert (banned["first_position"], banned["last_position"]) == (first, first + count - 1)
+    assert 0 < prefix["tokens_forced"] == prefix["steps_active"] < count
     assert receipt["mode"] == "aggregated"
     assert receipt["replayed_tokens"] == 0
     if "tokens" in receipt:
