@@ -29,6 +29,9 @@ ALIGNMENT_BYTES = 64
 _PART_BYTES = 16 * 2**20
 """Bytes of a part of the values, which has a digest."""
 
+_MOST_AHEAD = 8
+"""Threads that `begin` starts at most: memory is not faster for more."""
+
 
 def write_sealed(path: Path, tensors: Iterable[Stored], content: Mapping[str, Any]) -> None:
     """Write a file for `SealedTensors`.
@@ -92,7 +95,7 @@ class SealedTensors:
 
     def begin(self) -> None:
         """Read in threads that leave one processor to the caller."""
-        for _ in range(max(1, min(num_cpus() - 1, len(self._digests)))):
+        for _ in range(max(1, min(num_cpus() - 1, len(self._digests), _MOST_AHEAD))):
             thread = threading.Thread(target=self._read, name="packed-copy-ahead", daemon=True)
             thread.start()
             self._threads.append(thread)
