@@ -218,6 +218,17 @@ async def test_a_cancellation_during_a_submission_stands(
         assert (await client.jetstream().stream_info(name)).state.messages == 0
 
 
+async def test_no_result_is_lost_where_the_file_was_changed(nats_server: NatsServer, tiny_model: Path) -> None:
+    """It has other lines before those that were queued: two requests have one place."""
+    lines = mixed_lines(6)
+    async with connection(nats_server) as client, running(tiny_model, nats_server.url, "changed", *QUICK):
+        store = BatchStore(client)
+        await store.submit(lines[:3], "changed", batch="changed")
+        await store.submit(lines[3:] + lines[:3], "changed", batch="changed")
+        results = await completed(store, "changed")
+    assert sorted(each["custom_id"] for each in results) == sorted(json.loads(each)["custom_id"] for each in lines)
+
+
 async def test_online_requests_go_first(nats_server: NatsServer, tiny_model: Path) -> None:
     """They get the slots of batches, whose requests are answered later, with the same bytes."""
     long = [line(f"long-{index}", prompt=[9, 30 + index], max_tokens=600, ignore_eos=True) for index in range(4)]

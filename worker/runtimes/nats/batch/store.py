@@ -287,19 +287,19 @@ class BatchStore:
         """
         record = await self.record(batch)
         is_queued = await self._is_queued(record)  # before: a result is written before its request leaves the queue
-        found: dict[int, Line] = {}
+        found: list[tuple[int, str, Line]] = []  # two have one place where the file was changed between submissions
         problems: dict[str, str] = {}
         for key, entry in (await self._entries(await self._bucket(batch))).items():
             try:
                 index, line = await self._result(key, entry)
-                found[index] = line
+                found.append((index, key, line))
             except (protocol.Malformed, NatsError, TimeoutError, ValueError) as error:
                 problems[_shown_key(key)] = str(error) if isinstance(error, protocol.Malformed) else f"({error!r})"
-        for index in sorted(found):
-            yield found[index]
+        for *_, line in sorted(found, key=lambda each: each[:2]):
+            yield line
         if not problems and len(found) < record.num_requests and not is_queued and not record.cancelled:
-            missing = [index for index in range(record.num_requests) if index not in found]
-            problems = {f"request {index + 1}": "has no result, and is queued no more" for index in missing}
+            missing = set(range(record.num_requests)) - {index for index, *_ in found}
+            problems = {f"request {index + 1}": "has no result, and is queued no more" for index in sorted(missing)}
         if problems:
             raise DamagedResults(batch, problems)
 
