@@ -104,7 +104,10 @@ def _is_empty(numbers: Numbers) -> bool:
         return True
     if numbers.step is not None:
         first, last = multiples(numbers)
-        return first is not None and last is not None and first > last
+        assert first is not None
+        assert last is not None
+        is_whole = first == last and (first * numbers.step).denominator == 1
+        return first > last or (numbers.fractional and is_whole)
     return numbers.fractional and low == high and low.denominator == 1
 
 

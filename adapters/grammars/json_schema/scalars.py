@@ -69,7 +69,8 @@ class Scalars:
         first, last = multiples(numbers)
         if first is not None and last is not None and last - first < MAX_MULTIPLES:
             values = (factor * numbers.step for factor in range(first, last + 1))
-            listed = (written(each, with_fraction=self._with_fraction) for each in values)
+            kept = (each for each in values if each.denominator > 1 or not numbers.fractional)
+            listed = (written(each, with_fraction=self._with_fraction) for each in kept)
             return self._source.terminal(f"/(?:{'|'.join(listed)})/")
         ends = [end * numbers.step for end in (first, last) if end is not None]
         if numbers.fractional or not _is_exact(numbers.step) or any(abs(end) > _EXACT for end in ends):

@@ -92,6 +92,28 @@ def test_an_integer_may_have_a_fraction_unless_text_is_compact(schema: Any, cand
 
 @settings(max_examples=examples(300), deadline=None)
 @given(
+    step=st.sampled_from([0.1, 0.3, 0.5, 0.75, 2.5, 3]),
+    whole=st.sampled_from([{"type": "integer"}, {"multipleOf": 1}]),
+    low=st.integers(-12, 12),
+    length=st.integers(0, 8),
+    factor=st.integers(-40, 40),
+)
+def test_multiples_that_are_no_integers_leave_integers_out(
+    step: float, whole: Any, low: int, length: int, factor: int
+) -> None:
+    bounds = {"minimum": low / 4, "maximum": (low + length) / 4}
+    found = enforced({"type": "number", "not": whole, "multipleOf": step, **bounds})
+    multiples = [each * Fraction(str(step)) for each in (factor, *range(-40, 41))]
+    valid = [each for each in multiples if low <= 4 * each <= low + length and each.denominator > 1]
+    if isinstance(found, ArgumentError):
+        assert not valid
+        return
+    for value in multiples:
+        assert found.writes_value(float(value) if value.denominator > 1 else int(value)) == (value in valid), value
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
     step=st.sampled_from(["0.5", "0.25", "0.125", "0.05", "0.04", "0.75", "0.15", "1.5", "2.25", "3", "0.001", "20"]),
     factor=st.integers(-40, 40),
     low=st.none() | st.integers(-6, 6),
