@@ -195,6 +195,40 @@ async def test_deadlines_and_cancellation(nats_server: NatsServer, tiny_model: P
             await emptied(client, stream)
 
 
+async def test_a_cancellation_during_a_submission_stands(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what is queued behind it stays in the queue."""
+    async with connection(nats_server) as client:
+        store, other = BatchStore(client), BatchStore(client)
+        queue = store._queue
+
+        async def cancelled(record: layout.BatchRecord, index: int, *request: Any) -> None:
+            if index == number:
+                await other.cancel(record.id)
+            await queue(record, index, *request)
+
+        monkeypatch.setattr(store, "_queue", cancelled)
+        for number in (0, 63, 64, 149):
+            batch = f"cancelled-at-{number}"
+            with pytest.raises(ConfigurationError, match="was cancelled; submit under another id"):
+                await store.submit(mixed_lines(150), "unserved", batch=batch)
+            assert (await store.status(batch)).state == "cancelled"
+        name = layout.stream_name(Subjects("unserved", "1"), "normal")
+        assert (await client.jetstream().stream_info(name)).state.messages == 0
+
+
+async def test_no_result_is_lost_where_the_file_was_changed(nats_server: NatsServer, tiny_model: Path) -> None:
+    """It has other lines before those that were queued: two requests have one place."""
+    lines = mixed_lines(6)
+    async with connection(nats_server) as client, running(tiny_model, nats_server.url, "changed", *QUICK):
+        store = BatchStore(client)
+        await store.submit(lines[:3], "changed", batch="changed")
+        await store.submit(lines[3:] + lines[:3], "changed", batch="changed")
+        results = await completed(store, "changed")
+    assert sorted(each["custom_id"] for each in results) == sorted(json.loads(each)["custom_id"] for each in lines)
+
+
 async def test_online_requests_go_first(nats_server: NatsServer, tiny_model: Path) -> None:
     """They get the slots of batches, whose requests are answered later, with the same bytes."""
     long = [line(f"long-{index}", prompt=[9, 30 + index], max_tokens=600, ignore_eos=True) for index in range(4)]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save, save_file
 from worker.engines import EngineRequest
 from worker.engines.vllm import VllmConfig, VllmEngine
 from worker.engines.vllm.weights import VllmWeights
-from worker.engines.weights import NotSupported, WeightsRefused
+from worker.engines.weights import NotSupported, WeightsRefused, WrongState
 from worker.sampling import SamplingParams
 
 PROMPT = list(range(20, 90))
@@ -111,10 +111,13 @@ async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Pa
         waiting = asyncio.create_task(ask(engine, "waiting", 4))
         await asyncio.sleep(0.3)
         assert (weights.weights_state, waiting.done()) == ("paused", False)
+        await weights.flush_cache()  # it has not begun, and holds nothing
         await weights.resume()
         assert (await waiting).tokens == after.tokens[:4]
         aborted = asyncio.create_task(ask(engine, "aborted", 300))
         await asyncio.sleep(0.1)
+        with pytest.raises(WrongState, match="keeps its prefix cache"):
+            await weights.flush_cache()
         await weights.pause("abort")
         assert (await aborted).finish_reason == "abort"
         await weights.resume()

@@ -82,6 +82,19 @@ def test_shared_items_are_kept_once_until_the_last_use_ends() -> None:
     assert (store.num_bytes, len(store)) == (0, 0)
 
 
+def test_an_id_of_several_items_is_that_of_the_most_recent_left() -> None:
+    store = ResponseStore(MIB)
+    for name in ("first", "second"):
+        store.put("a", response(name), [stored_item(item("i1", name))])
+    found = store.item("a", "i1")
+    assert found is not None
+    assert found.read()["text"] == "second"
+    store.delete("a", "second")
+    found = store.item("a", "i1")
+    assert found is not None
+    assert found.read()["text"] == "first"
+
+
 def test_a_response_larger_than_the_store_is_not_stored() -> None:
     store = ResponseStore(2000)
     store.put("a", response("r1"), [])
@@ -161,6 +174,8 @@ def test_the_bytes_are_those_of_what_is_kept(steps: list[tuple[str, str, str, st
         own = sum(each.num_bytes for each in responses.values())
         unique = {id(each): each for found in responses.values() for each in found.items()}
         assert store.num_bytes == own + sum(len(each.data) + stores._OVERHEAD for each in unique.values())
+        for (whose, _), one in responses.items():  # clients may give an id to several items
+            assert all(store.item(whose, each.item_id) is not None for each in one.items())
     for owner, name in list(kept):
         store.delete(owner, name)
     assert (store.num_bytes, store._owners) == (0, {})

@@ -139,7 +139,7 @@ class UpdatesWeights(Protocol):
         """End every request; their streams end as ``abort``, behind what has been sampled."""
 
     async def flush_cache(self) -> None:
-        """Drop the prefix cache."""
+        """Drop the prefix cache. Raises `WrongState` where requests in flight keep it."""
 
     async def sleep(self, level: int) -> None:
         """Pause, and give memory back: level 1 that of the KV cache, 2 that of the weights too."""

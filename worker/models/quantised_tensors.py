@@ -139,7 +139,7 @@ def _packed(shape: Shape, scheme: Scheme) -> _Parts:
     zeros = (_ceil(rows, per_word), _groups(scheme, columns))
     return (rows, columns), {
         "scales": _Part((".weight_scale",), _FLOATS, scales),
-        "zeros": _Part((".weight_zero_point",), ("I32",), (zeros,), False),
+        "zeros": _Part((".weight_zero_point",), ("I32",), (zeros,), scheme.has_zeros),
         "groups": _Part((".weight_g_idx",), ("I32", "I64"), ((columns,),), False),
         "shape": _Part((".weight_shape",), ("I32", "I64"), ((2,),)),
     }
@@ -149,7 +149,7 @@ def _integers(shape: Shape, scheme: Scheme) -> _Parts:
     scales = _scales(scheme, *shape)
     return shape, {
         "scales": _Part((".weight_scale",), _FLOATS, scales),
-        "zeros": _Part((".weight_zero_point",), ("I8",), scales, False),
+        "zeros": _Part((".weight_zero_point",), ("I8",), scales, scheme.has_zeros),
         "groups": _Part((".weight_g_idx",), ("I32", "I64"), ((shape[1],),), False),
     }
 

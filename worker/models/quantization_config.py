@@ -48,6 +48,7 @@ class Scheme:
         group: Consecutive weights of a row that share a scale; None for all of them.
         block: Rows and columns that share a scale; None for no blocks.
         is_below: Whether a stored zero point is one below what it means, as in GPTQ's first format.
+        has_zeros: Whether zero points must be there where its layout lets them be left out.
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class Scheme:
     group: int | None = None
     block: tuple[int, int] | None = None
     is_below: bool = False
+    has_zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +381,13 @@ def _scheme(key: str, format: str, weights: _Weights) -> Scheme:
     block = (weights.block_structure[0], weights.block_structure[1]) if weights.block_structure else None
     if block is not None and layout != "float-quantized":
         raise ModelFileError(f"{key}.weights.strategy block is served for float-quantized weights alone")
-    return Scheme(layout, weights.num_bits, _group(weights.group_size), block)  # type: ignore[arg-type]
+    return Scheme(
+        layout,  # type: ignore[arg-type]
+        weights.num_bits,
+        _group(weights.group_size),
+        block,
+        has_zeros=not weights.symmetric,
+    )
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {

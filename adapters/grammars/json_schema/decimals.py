@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 MAX_DIGITS = 400
 """Longest number of a schema, digits: float64's are shorter."""
 
+MAX_FRACTIONS = 1_024
+"""Multiples of a step below 1 that are listed."""
+
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 _MAGNITUDE = "(?:0|[1-9][0-9]*)(?:[.][0-9]+)?"
 _EXPONENT = "(?:[eE][+-]?[0-9]+)?"
@@ -101,7 +104,10 @@ def _is_empty(numbers: Numbers) -> bool:
         return True
     if numbers.step is not None:
         first, last = multiples(numbers)
-        return first is not None and last is not None and first > last
+        assert first is not None
+        assert last is not None
+        is_whole = first == last and (first * numbers.step).denominator == 1
+        return first > last or (numbers.fractional and is_whole)
     return numbers.fractional and low == high and low.denominator == 1
 
 
@@ -125,7 +131,8 @@ def digits(value: Fraction) -> str:
 
 
 def expression(numbers: Numbers, *, with_fraction: bool) -> str | None:
-    """A terminal in Lark of ``numbers``, None where their step is no power of ten.
+    """A terminal in Lark of ``numbers``, None where their step is neither a power of ten nor one
+    over a whole number.
 
     Every number can be written; an exponent is possible where only the sign matters.
 
@@ -133,21 +140,15 @@ def expression(numbers: Numbers, *, with_fraction: bool) -> str | None:
         numbers: Numbers, at least one.
         with_fraction: Whether an integer may be written as ``1.0``.
     """
-    zeros = "(?:[.]0+)?" if with_fraction else ""
     value, step = numbers.value, numbers.step
     if value is not None:
-        behind = zeros if value.denominator == 1 else "0*" if with_fraction else ""
-        return f"/{digits(value).replace('.', '[.]')}{behind}/"
+        return f"/{written(value, with_fraction=with_fraction)}/"
     parts = list[str]()
     if step is not None:
-        exponent = _power_of_ten(step)
-        if exponent is None:
+        multiple = _multiple(step, with_fraction)
+        if multiple is None:
             return None
-        if exponent > 0:
-            parts.append(f"-?(?:0|[1-9][0-9]*0{{{exponent}}}){zeros}")
-        else:
-            more = f"(?:[.][0-9]{{1,{-exponent}}}{'0*' if with_fraction else ''})?" if exponent else zeros
-            parts.append(INTEGER + more)
+        parts.append(multiple)
     if numbers.fractional:
         parts.append(f"{INTEGER}[.][0-9]*[1-9][0-9]*")
     signs_alone = not any(bound is not None and bound.value for bound in (numbers.low, numbers.high))
@@ -155,6 +156,27 @@ def expression(numbers: Numbers, *, with_fraction: bool) -> str | None:
     parts += [_above(numbers.low, power)] if numbers.low else []
     parts += [_below(numbers.high, power)] if numbers.high else []
     return " & ".join(f"/{part}/" for part in parts or [f"-?{_MAGNITUDE}{power}"])
+
+
+def written(value: Fraction, *, with_fraction: bool) -> str:
+    """Regular expression of a number, with zeros behind it where an integer may have a fraction."""
+    zeros = "(?:[.]0+)?" if value.denominator == 1 else "0*"
+    return digits(value).replace(".", "[.]") + (zeros if with_fraction else "")
+
+
+def _multiple(step: Fraction, with_fraction: bool) -> str | None:
+    """Regular expression of the multiples of a step, None where `expression` has none."""
+    zeros, exponent = "(?:[.]0+)?" if with_fraction else "", _power_of_ten(step)
+    if exponent is not None and exponent > 0:
+        return f"-?(?:0|[1-9][0-9]*0{{{exponent}}}){zeros}"
+    if exponent is not None:
+        more = f"(?:[.][0-9]{{1,{-exponent}}}{'0*' if with_fraction else ''})?" if exponent else zeros
+        return INTEGER + more
+    if step.numerator > 1 or step.denominator > MAX_FRACTIONS:
+        return None
+    fractions = "|".join(_digits(factor * step)[1] for factor in range(1, step.denominator))
+    behind = f"0+|(?:{fractions})0*" if with_fraction else fractions
+    return f"{INTEGER}(?:[.](?:{behind}))?"
 
 
 def without(numbers: Numbers, value: Fraction) -> list[Numbers]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from adapters.grammars.json_schema.decimals import Numbers, digits, expression, multiples
+from adapters.grammars.json_schema.decimals import Numbers, digits, expression, meet, multiples, single, written
 from adapters.grammars.json_schema.grammar_shapes import GrammarShape
 from adapters.grammars.json_schema.lark_source import LarkSource
 from adapters.grammars.json_schema.shapes import Booleans, Null, SchemaRefused, Shape, Texts
@@ -59,7 +59,7 @@ class Scalars:
         return terminal(shape.language) if shape.values is None else listed_terminal(shape.values)
 
     def multiples(self, numbers: Numbers, place: str) -> str | None:
-        """Source of the multiples of a step that is no power of ten; None for other numbers.
+        """Source of the multiples of a step that `expression` has none of; None for other numbers.
 
         Raises:
             SchemaRefused: llguidance cannot count these multiples exactly.
@@ -67,16 +67,26 @@ class Scalars:
         if numbers.step is None or expression(numbers, with_fraction=False) is not None:
             return None
         first, last = multiples(numbers)
-        zeros = "(?:[.]0+)?" if self._with_fraction and numbers.step.denominator == 1 else ""
         if first is not None and last is not None and last - first < MAX_MULTIPLES:
-            listed = (digits(factor * numbers.step).replace(".", "[.]") for factor in range(first, last + 1))
-            return self._source.terminal(f"/(?:{'|'.join(listed)}){zeros}/")
-        is_exact = _step_of_llguidance(numbers.step) == numbers.step
+            values = (factor * numbers.step for factor in range(first, last + 1))
+            kept = (each for each in values if each.denominator > 1 or not numbers.fractional)
+            listed = (written(each, with_fraction=self._with_fraction) for each in kept)
+            return self._source.terminal(f"/(?:{'|'.join(listed)})/")
         ends = [end * numbers.step for end in (first, last) if end is not None]
-        if numbers.fractional or not is_exact or any(abs(end) > _EXACT for end in ends):
+        if numbers.fractional or not _is_exact(numbers.step) or any(abs(end) > _EXACT for end in ends):
             raise SchemaRefused(f"{place}: multipleOf cannot be enforced exactly beside the other bounds")
-        rule = self._source.rule(f"%json {{{_json_schema(numbers.step, first, last)}}}")
-        return rule + (f" /{zeros[3:-2]}/?" if zeros else "")
+        rules = list[str]()
+        for places in range(len(digits(numbers.step % 1)) - 1 or 1):
+            found = meet(numbers, Numbers(step=Fraction(1, 10**places)))
+            if found is not None and found.step is not None and _is_exact(found.step):
+                rules.append(self._source.rule(f"%json {{{_json_schema(found)}}}"))
+        if not self._with_fraction:
+            return " | ".join(rules)
+        if numbers.step.denominator == 1:
+            return f"{rules[0]} /[.]0+/?"
+        if meet(numbers, single(Fraction(0))):  # which llguidance does not write as 0.0 at a bound
+            rules.append(self._source.terminal("/0[.]0+/"))
+        return " | ".join(rules)
 
     def listed(self, shape: GrammarShape) -> dict[str, str] | None:
         """Source of each value of ``shape`` by what tells values apart; None if it lists none."""
@@ -89,13 +99,21 @@ class Scalars:
         return {"null": f'"{self._words.null}"'} if isinstance(shape, Null) else None
 
 
-def _json_schema(step: Fraction, first: int | None, last: int | None) -> str:
-    """Members of the JSON Schema by which llguidance counts multiples of ``step``."""
+def _json_schema(numbers: Numbers) -> str:
+    """Members of the JSON Schema by which llguidance counts the multiples of a step: those without
+    a fraction, or with as many digits behind the point as the step has.
+    """
+    step, (first, last) = numbers.step, multiples(numbers)
+    assert step is not None
     schema = f'"type": "{"integer" if step.denominator == 1 else "number"}"'
     schema += f', "multipleOf": {digits(step)}, "x-guidance": {{"whitespace_flexible": false}}'
     for keyword, factor in (("minimum", first), ("maximum", last)):
         schema += f', "{keyword}": {digits(factor * step)}' if factor is not None else ""
     return schema
+
+
+def _is_exact(step: Fraction) -> bool:
+    return _step_of_llguidance(step) == step
 
 
 def _step_of_llguidance(step: Fraction) -> Fraction | None:

@@ -90,6 +90,55 @@ def test_an_integer_may_have_a_fraction_unless_text_is_compact(schema: Any, cand
             assert found.writes_value(value, fractions=True) == is_valid(schema, value), value
 
 
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    step=st.sampled_from([0.1, 0.3, 0.5, 0.75, 2.5, 3]),
+    whole=st.sampled_from([{"type": "integer"}, {"multipleOf": 1}]),
+    low=st.integers(-12, 12),
+    length=st.integers(0, 8),
+    factor=st.integers(-40, 40),
+)
+def test_multiples_that_are_no_integers_leave_integers_out(
+    step: float, whole: Any, low: int, length: int, factor: int
+) -> None:
+    bounds = {"minimum": low / 4, "maximum": (low + length) / 4}
+    found = enforced({"type": "number", "not": whole, "multipleOf": step, **bounds})
+    multiples = [each * Fraction(str(step)) for each in (factor, *range(-40, 41))]
+    valid = [each for each in multiples if low <= 4 * each <= low + length and each.denominator > 1]
+    if isinstance(found, ArgumentError):
+        assert not valid
+        return
+    for value in multiples:
+        assert found.writes_value(float(value) if value.denominator > 1 else int(value)) == (value in valid), value
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    step=st.sampled_from(["0.5", "0.25", "0.125", "0.05", "0.04", "0.75", "0.15", "1.5", "2.25", "3", "0.001", "20"]),
+    factor=st.integers(-40, 40),
+    low=st.none() | st.integers(-6, 6),
+    high=st.none() | st.integers(-6, 6),
+    compact=st.booleans(),
+)
+def test_multiples_can_be_written_as_json_writes_them(
+    step: str, factor: int, low: int | None, high: int | None, compact: bool
+) -> None:
+    """The shortest text of a multiple is allowed, with as many digits as it has."""
+    bounds = {name: end for name, end in (("minimum", low), ("maximum", high)) if end is not None}
+    found = enforced({"type": "number", "multipleOf": float(step), **bounds}, compact=compact)
+    if isinstance(found, ArgumentError):
+        assert low is not None
+        assert high is not None
+        return
+    for value in (factor * Fraction(step), factor * Fraction(step) + Fraction(step) / 5):
+        is_multiple = value == factor * Fraction(step)
+        is_inside = (low is None or value >= low) and (high is None or value <= high)
+        whole = float(value) if value.denominator > 1 else int(value)
+        assert found.writes_value(whole) == (is_multiple and is_inside), value
+        if not compact and value.denominator == 1:
+            assert found.writes_value(whole, fractions=True) == (is_multiple and is_inside), value
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(schemas(), st.randoms(use_true_random=False), st.booleans())
 def test_every_text_of_the_grammar_is_valid(schema: Any, chooser: random.Random, compact: bool) -> None:

@@ -330,7 +330,7 @@ def test_configurations_that_are_refused(
 @pytest.fixture(scope="module")
 def written(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("third_party")
-    formats = ("gptq", "awq", "packed", "int_quantized", "fp8", "gptq_order")
+    formats = ("gptq", "awq", "packed", "packed_8", "int_quantized", "fp8", "gptq_order")
     return {format: write(checkpoints["llama"], root / format, format) for format in formats}
 
 
@@ -349,6 +349,7 @@ def written(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         ("gptq_order", ".g_idx", torch.full((64,), -1, dtype=torch.int32), "groups of columns must be from 0 to 1"),
         ("awq", ".qzeros", torch.zeros(1, 16, dtype=torch.int32), "qzeros must be of shape"),
         ("packed", ".weight_shape", torch.tensor([128, 63]), r"weight_shape must be \[128, 64\], got \[128, 63\]"),
+        ("packed_8", ".weight_zero_point", None, "{0}.weight_zero_point is missing beside it"),
         ("packed", ".weight_packed", None, "belongs to no quantised weight"),
         ("int_quantized", ".weight_scale", None, "{0}.weight_scale is missing beside it"),
         ("int_quantized", ".weight", torch.zeros(128, 64), "{0}.weight_scale belongs to no quantised weight"),

@@ -28,6 +28,7 @@ from worker.engines.embedded.model.quantisation import (  # type: ignore[attr-de
     quantise,
 )
 from worker.engines.embedded.native import libraries, paths
+from worker.engines.embedded.native.gemm import quantised_kernel
 from worker.engines.embedded.native.whole_scales import (
     BYTES,
     E2M1,
@@ -436,6 +437,39 @@ def test_a_product_with_rounded_rows(
         parts = parts + 2 * weight.offsets.double().abs().repeat_interleave(x.shape[1] // weight.offsets.shape[1], 1)
     terms = functional.linear(inputs.abs(), parts)
     assert ((sums.double() - products).abs() <= 4 * num_terms * 2.0**-24 * terms).all()
+
+
+@of_integers
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    layouts=st.lists(
+        st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 32, 64, 128, 384])), min_size=2, max_size=4
+    ),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    has_offsets=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_weights_of_one_call_may_have_groups_of_other_sizes(
+    path: str, layouts: list[tuple[int, int]], rows: int, columns: int, has_offsets: bool, seed: int
+) -> None:
+    """Layers that share rounded rows have the bits that each has alone."""
+    generator = torch.Generator().manual_seed(seed)
+    x = with_outliers(randn(generator, rows, 384), generator)
+    gemms, kernels = [], native.library(torch.float32)
+    for bits_of_code, group in layouts:
+        weight = random_weight(bits_of_code, group, (columns, 384), has_offsets, generator)
+        gemms += QuantisedGemm(weight, None, rounds_to="int8").parts
+    found = [torch.empty(rows, columns) for _ in gemms]
+    layers = (kernels.linear_t * len(gemms))(
+        *(
+            kernels.linear_t(input=x.data_ptr(), rows=rows, gemm=gemm.address, output=output.data_ptr())
+            for gemm, output in zip(gemms, found, strict=True)
+        )
+    )
+    assert quantised_kernel("int8")(layers, len(layers), kernels.threads()) == 0
+    for gemm, output in zip(gemms, found, strict=True):
+        assert torch.equal(bits(output), bits(native.linear(x, gemm)))
 
 
 @of_integers

@@ -9,6 +9,9 @@ import pytest
 from connector_doubles import Side, run
 from kv_doubles import WIDTH, answer, recall_request
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary
 from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
 
@@ -68,6 +71,26 @@ def test_what_is_on_its_way_is_recomputed(sides: list[Side], num_steps: int) -> 
     run(sides, lambda: decode.finished("one") is not None)
     assert decode.tokens("one") == answer(PROMPT, 6)
     run(sides, lambda: prefill.is_empty and decode.is_empty)
+
+
+def test_the_receipt_of_a_ready_request_says_it_is_recomputed() -> None:
+    sides = [Side(lease_s=60.0), Side(max_num_seqs=1)]
+    prefill, decode = sides
+    leased(sides, "first")
+    leased(sides, "second")
+    decode.decode("first", PROMPT, prefill.handle("first"), 40)
+    request = recall_request(decode.model, "second", PROMPT, 4)
+    chain = request.chain = ProcessorChain([], Context(Vocabulary(WIDTH)))
+    run(sides, lambda: bool(decode.tokens("first")))
+    decode.connector.receive(request, prefill.handle("second"))
+    run(sides, lambda: chain.receipt.mode == "disaggregated")  # it waits for the only slot
+    update(decode)
+    assert chain.receipt.mode == "local prefill"
+    decode.abort("first")
+    decode.abort("second")
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+    for side in sides:
+        side.close()
 
 
 def test_a_request_that_ends_at_a_shut_gate_ends_its_lease(sides: list[Side]) -> None:

@@ -12,19 +12,19 @@ from safetensors.torch import load_file, save
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm import VllmConfig
 from worker.engines.vllm.weights import VllmWeights
-from worker.engines.weights import PauseMode, WeightsRefused
+from worker.engines.weights import PauseMode, WeightsRefused, WrongState
 from worker.errors import EngineBroken
 from worker.tiny_model import write_tiny_model
 
 
 class Llm:
-    """Records what it is asked; loading fails where `is_bad`."""
+    """Records what it is asked; loading fails where `is_bad`, and requests may hold KV."""
 
     def __init__(self, is_tied: bool = False) -> None:
         model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(tie_word_embeddings=is_tied))
         self.vllm_config = SimpleNamespace(model_config=model)
         self.asked: list[str] = []
-        self.is_bad = False
+        self.is_bad = self.holds_kv = False
         self.loaded: dict[str, torch.Tensor] = {}
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
@@ -43,7 +43,7 @@ class Llm:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.asked.append(f"reset {reset_running_requests}")
-        return True
+        return reset_running_requests or not self.holds_kv
 
 
 @pytest.fixture
@@ -106,3 +106,13 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
         await weights.update_weights(model, None, "keep")
     assert broken == ["an update of vLLM's weights failed: a rank has no memory"]
     assert weights.weight_version.number == 0
+
+
+async def test_a_cache_that_vllm_keeps_is_not_flushed(model: Path) -> None:
+    llm = Llm()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", [].append)
+    await weights.flush_cache()
+    llm.holds_kv = True
+    with pytest.raises(WrongState, match="keeps its prefix cache while requests hold KV"):
+        await weights.flush_cache()
+    await weights.update_weights(model, None, "keep")

@@ -141,8 +141,9 @@ class VllmWeights:
             request.abort("abort")
 
     async def flush_cache(self) -> None:
-        """See `UpdatesWeights.flush_cache`."""
-        await self._llm.reset_prefix_cache()
+        """See `UpdatesWeights.flush_cache`; vLLM drops nothing while a request holds KV."""
+        if not await self._llm.reset_prefix_cache():
+            raise WrongState("vLLM keeps its prefix cache while requests hold KV; flush it once they have ended")
 
     async def sleep(self, level: int) -> None:
         """Raises `NotSupported`."""

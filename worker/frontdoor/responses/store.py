@@ -89,12 +89,13 @@ class _Owned:
 
     Attributes:
         responses: Responses by id, the one that has not been used for longest first.
+        items: Items by the id that clients may give to several, the most recent one last.
         num_bytes: Bytes of all of them, with their items once each.
     """
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.items: dict[str, StoredItem] = {}
+        self.items: dict[str, dict[StoredItem, None]] = {}
         self.num_bytes = 0
 
     def add(self, response_id: str, stored: StoredResponse) -> None:
@@ -105,7 +106,9 @@ class _Owned:
             if item.uses == 0:
                 self.num_bytes += item.num_bytes
             item.uses += 1
-            self.items[item.item_id] = item
+            of_id = self.items.setdefault(item.item_id, {})
+            of_id.pop(item, None)
+            of_id[item] = None
 
     def remove(self, response_id: str) -> bool:
         """Drop a response; whether there was one."""
@@ -117,7 +120,9 @@ class _Owned:
             item.uses -= 1
             if item.uses == 0:
                 self.num_bytes -= item.num_bytes
-                if self.items.get(item.item_id) is item:
+                of_id = self.items[item.item_id]
+                del of_id[item]
+                if not of_id:
                     del self.items[item.item_id]
         return True
 
@@ -160,7 +165,8 @@ class ResponseStore:
         to several; None if there is none.
         """
         owned = self._owners.get(owner)
-        return None if owned is None else owned.items.get(item_id)
+        found = None if owned is None else owned.items.get(item_id)
+        return None if found is None else next(reversed(found))
 
     def put(
         self,

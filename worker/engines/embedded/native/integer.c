@@ -76,12 +76,15 @@ integers_of(const linear_t *l, int has_tiles)
     return (integers_t){q, r, q.bits == 4 && !q.is_e2m1 ? NIBBLES_BASE : byte_excess(processor_has_dot())};
 }
 
-/* Whether a layer reads the rows of another one, rounded in the same way. */
+/* Whether a layer reads the rows of another one, rounded in the same way. Outliers name the step that they meet: blocks of
+ * one size may have steps of different ones.
+ */
 static int
 shares_rounded(const integers_t *j, const integers_t *other)
 {
-    return has_rows_of(&j->q, &other->q) && j->q.bits == other->q.bits && j->r.size == other->r.size &&
-           j->r.span == other->r.span && j->r.is_for_amx == other->r.is_for_amx && j->zero == other->zero;
+    return has_rows_of(&j->q, &other->q) && j->q.bits == other->q.bits && j->q.step == other->q.step &&
+           j->r.size == other->r.size && j->r.span == other->r.span && j->r.is_for_amx == other->r.is_for_amx &&
+           j->zero == other->zero;
 }
 
 static int64_t

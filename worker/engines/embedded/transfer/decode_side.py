@@ -138,7 +138,7 @@ class DecodeSide:
             self._compute_here(incoming.request)
         for request in self._ready:
             self._transfers.unpin(request)
-            self._queues.add(request)
+            self._compute_here(request)
         self._ready.clear()
 
     def _compute_here(self, request: Request, handle: KvHandle | None = None) -> None:

@@ -61,7 +61,7 @@ def message_of(url: str, body: Any, digest: str, record: type[SamplingParams] = 
     _add_stops(message, given)
     _add_logprobs(message, url, given)
     _add_processors(message, given)
-    if given.get("stream") not in (None, False):
+    if given.get("stream", False) is not False:
         raise InvalidRequest("body.stream", "must be false: the answer comes as a line of the results")
     return message
 
@@ -94,7 +94,7 @@ def _add_logprobs(message: Message, url: str, given: Mapping[str, Any]) -> None:
         if wanted is not None:
             message["output_options"]["logprobs"] = wanted
         return
-    if wanted not in (None, True, False):
+    if wanted is not None and not isinstance(wanted, bool):
         raise InvalidRequest("body.logprobs", f"must be true or false, got {shown(wanted)}")
     if wanted:
         message["output_options"]["logprobs"] = given.get("top_logprobs", 0)
@@ -104,17 +104,16 @@ def _add_logprobs(message: Message, url: str, given: Mapping[str, Any]) -> None:
 
 def _add_processors(message: Message, given: Mapping[str, Any]) -> None:
     chosen, bias = given.get("logits_processors"), given.get("logit_bias")
-    if bias:
+    if bias is not None:
         if not isinstance(bias, Mapping):
             raise InvalidRequest("body.logit_bias", f"must be an object of token ids and numbers, got {shown(bias)}")
         try:
             made = from_openai_logit_bias(bias)
         except ValueError as error:
             raise InvalidRequest("body.logit_bias", str(error).removeprefix("logit_bias: ")) from None
-        listed = chosen if isinstance(chosen, list) else (chosen or {}).get("processors", [])
-        options = {} if isinstance(chosen, list) else dict(chosen or {})
-        chosen = {**options, "processors": [*listed, made]}
-    if chosen:
+        if bias:
+            chosen = _joined(chosen, made)
+    if chosen is not None:
         message["logits_processors"] = chosen
     form = given.get("response_format")
     if form is not None:
@@ -124,6 +123,15 @@ def _add_processors(message: Message, given: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"body.{error.field}", error.problem) from None
         if guide is not None:
             message["sampling_options"]["guided_decoding"] = guide
+
+
+def _joined(chosen: Any, processor: Message) -> Any:
+    """``logits_processors`` with one more; one of another form stays, and is refused where it is
+    read.
+    """
+    options = {"processors": chosen} if isinstance(chosen, list) else {} if chosen is None else chosen
+    listed = options.get("processors", []) if isinstance(options, Mapping) else None
+    return {**options, "processors": [*listed, processor]} if isinstance(listed, list) else chosen
 
 
 def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Iterable[Message], tokenizer: Any) -> Any:

@@ -18,6 +18,7 @@ from nats.js.errors import (
     BucketNotFoundError,
     DigestMismatchError,
     KeyNotFoundError,
+    KeyWrongLastSequenceError,
     NotFoundError,
 )
 from nats.js.kv import KeyValue
@@ -48,6 +49,13 @@ class UnknownBatch(ConfigurationError):
 
     def __init__(self, batch: str) -> None:
         super().__init__(f"there is no batch {batch[:140]!r}")
+
+
+class CancelledBatch(ConfigurationError):
+    """A batch of this id was cancelled, and takes no more requests."""
+
+    def __init__(self, batch: str) -> None:
+        super().__init__(f"{batch} was cancelled; submit under another id")
 
 
 class DamagedResults(ConfigurationError):
@@ -160,7 +168,8 @@ class BatchStore:
 
         Raises:
             MalformedLine: a line is no request; nothing has been queued.
-            ConfigurationError: the id is that of another batch, or of one that was cancelled.
+            ConfigurationError: the id is that of another batch, or of one that was cancelled; or it
+                was cancelled meanwhile, and what had been queued is taken back.
         """
         requests = list(read_lines(lines))
         if not requests:
@@ -175,14 +184,37 @@ class BatchStore:
         await ensure_queue(self._js, record.subjects, priority)
         await ensure_bucket(self._js, layout.results_bucket(record.id))
         records = await ensure_bucket(self._js, layout.BATCHES)
-        await records.put(record.id, record.as_bytes())
-        for first in range(0, len(requests), PUBLISHED_AT_ONCE):
-            some = requests[first : first + PUBLISHED_AT_ONCE]
-            await asyncio.gather(*(self._queue(record, first + at, *each) for at, each in enumerate(some)))
-            shown(first + len(some))
-        record = replace(record, num_requests=len(requests))
-        await records.put(record.id, record.as_bytes())
-        return record
+        try:
+            await records.create(record.id, record.as_bytes())
+        except KeyWrongLastSequenceError:  # submitted before
+            await self._change(record.id, lambda known: _unless_cancelled(known, record))
+        try:
+            for first in range(0, len(requests), PUBLISHED_AT_ONCE):
+                _unless_cancelled(await self.record(record.id), record)
+                some = requests[first : first + PUBLISHED_AT_ONCE]
+                await asyncio.gather(*(self._queue(record, first + at, *each) for at, each in enumerate(some)))
+                shown(first + len(some))
+            whole = replace(record, num_requests=len(requests))
+            return await self._change(record.id, lambda known: _unless_cancelled(known, whole))
+        except CancelledBatch:
+            await self.cancel(record.id)  # once more: some were queued behind it
+            raise
+
+    async def _change(self, batch: str, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
+        """Put another record in the place of a batch's, which others may be changing, too.
+
+        Args:
+            batch: Id of the batch.
+            change: The new record, of the one that is there; what it raises is raised.
+        """
+        while True:
+            records, known, revision = await self._read_record(batch)
+            changed = change(known)
+            try:
+                await records.update(batch, changed.as_bytes(), last=revision)
+            except KeyWrongLastSequenceError:
+                continue
+            return changed
 
     async def _refuse_another(self, record: BatchRecord) -> None:
         """Raises `ConfigurationError` if the id of a batch is taken by one that cannot go on."""
@@ -190,8 +222,7 @@ class BatchStore:
             known = await self.record(record.id)
         except UnknownBatch:
             return
-        if known.cancelled:
-            raise ConfigurationError(f"{record.id} was cancelled; submit under another id")
+        _unless_cancelled(known, record)
         for name in ("model", "version", "priority"):
             before, now = getattr(known, name), getattr(record, name)
             if before != now:
@@ -213,10 +244,15 @@ class BatchStore:
             UnknownBatch: there is no such batch.
             ConfigurationError: its record was altered.
         """
+        return (await self._read_record(batch))[1]
+
+    async def _read_record(self, batch: str) -> tuple[KeyValue, BatchRecord, int]:
+        """The bucket of records, the record of a batch, and its revision; raises as `record`."""
         if not protocol.TOKEN.fullmatch(batch):
             raise UnknownBatch(batch)
         try:
-            entry = await (await self._js.key_value(layout.BATCHES)).get(batch)
+            records = await self._js.key_value(layout.BATCHES)
+            entry = await records.get(batch)
         except (BucketNotFoundError, KeyNotFoundError):
             raise UnknownBatch(batch) from None
         try:
@@ -225,7 +261,7 @@ class BatchStore:
             raise ConfigurationError(f"the record of {batch} was altered: {error}") from None
         if record.id != batch:
             raise ConfigurationError(f"the record of {batch} was altered: its id is {record.id!r}")
-        return record
+        return records, record, entry.revision or 0
 
     async def _bucket(self, batch: str) -> KeyValue:
         try:
@@ -251,19 +287,19 @@ class BatchStore:
         """
         record = await self.record(batch)
         is_queued = await self._is_queued(record)  # before: a result is written before its request leaves the queue
-        found: dict[int, Line] = {}
+        found: list[tuple[int, str, Line]] = []  # two have one place where the file was changed between submissions
         problems: dict[str, str] = {}
         for key, entry in (await self._entries(await self._bucket(batch))).items():
             try:
                 index, line = await self._result(key, entry)
-                found[index] = line
+                found.append((index, key, line))
             except (protocol.Malformed, NatsError, TimeoutError, ValueError) as error:
                 problems[_shown_key(key)] = str(error) if isinstance(error, protocol.Malformed) else f"({error!r})"
-        for index in sorted(found):
-            yield found[index]
+        for *_, line in sorted(found, key=lambda each: each[:2]):
+            yield line
         if not problems and len(found) < record.num_requests and not is_queued and not record.cancelled:
-            missing = [index for index in range(record.num_requests) if index not in found]
-            problems = {f"request {index + 1}": "has no result, and is queued no more" for index in missing}
+            missing = set(range(record.num_requests)) - {index for index, *_ in found}
+            problems = {f"request {index + 1}": "has no result, and is queued no more" for index in sorted(missing)}
         if problems:
             raise DamagedResults(batch, problems)
 
@@ -326,9 +362,11 @@ class BatchStore:
         return bool((info.state.subjects or {}).get(subject))
 
     async def cancel(self, batch: str) -> BatchRecord:
-        """No request of the batch is answered from now on; results that are there stay."""
-        record = replace(await self.record(batch), cancelled=True)
-        await (await self._js.key_value(layout.BATCHES)).put(batch, record.as_bytes())
+        """No request of the batch is answered from now on; results that are there stay.
+
+        A submission that is under way ends, and takes back what it queues behind this.
+        """
+        record = await self._change(batch, lambda known: replace(known, cancelled=True))
         stream = layout.stream_name(record.subjects, record.priority)
         subject = layout.queue_subject(record.subjects, record.priority, batch)
         with contextlib.suppress(NotFoundError):  # the queue was deleted
@@ -336,6 +374,13 @@ class BatchStore:
         await self._connection.publish(layout.CANCEL_SUBJECT, batch.encode())
         await self._connection.flush()
         return record
+
+
+def _unless_cancelled(known: BatchRecord, record: BatchRecord) -> BatchRecord:
+    """``record``. Raises `CancelledBatch` if the record that is there says so."""
+    if known.cancelled:
+        raise CancelledBatch(known.id)
+    return record
 
 
 def is_failure(line: Line) -> bool:
