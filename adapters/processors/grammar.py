@@ -90,7 +90,7 @@ class GrammarProcessor(SteeringProcessor):
     define the grammar.
     """
 
-    version = 3  # a forced text is written in its usual tokens
+    version = 4  # a multiple of a step is written with as many digits as it has
     stage = Stage.MASK
     reads = Reads.GENERATED
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "answer")  # in a thinking section an end token would end the answer
