@@ -123,8 +123,8 @@ class ExactLogprobs:
         if (form := format_of(settings)) is not None:
             raise StartupError(
                 f"--model-path {directory}: its weights are in a form of this worker's ({form}), for which "
-                "transformers makes up random ones; train on the checkpoint that it was made of, on what python -m worker.models "
-                "makes of a GGUF file, or on the default model of launch/agg.sh --quantization none"
+                "transformers makes up random ones; train on the checkpoint that it was made of, on what python -m "
+                "worker.models makes of a GGUF file, or on the default model of launch/agg.sh --quantization none"
             )
         config, geometry = read_checked(directory, settings, dtype)
         network = self._network(geometry.max_position_embeddings if geometry is not None else 0)
