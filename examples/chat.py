@@ -1,6 +1,6 @@
 """Streams one chat answer from a running ``launch/agg.sh``, with the stock OpenAI client.
 
-    python examples/chat.py "Hello" --temperature 0.8 --seed 7
+    .venv/bin/python examples/chat.py "Hello" --temperature 0.8 --seed 7
 
 Needs ``pip install openai`` (``scripts/install`` brings it).
 """

@@ -1,6 +1,6 @@
 """Sends the same question with and without logits processors, and prints their receipts.
 
-    python examples/logits_processors_client.py --url http://localhost:8000/v1 --model MODEL
+    .venv/bin/python examples/logits_processors_client.py --model MODEL
 
 Needs the openai package. `adapters.client` needs only the standard library: copy the file if you do
 not install this project.

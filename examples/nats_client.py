@@ -1,6 +1,6 @@
 """Streams one chat answer from a running ``launch/nats.sh``, over NATS.
 
-    python examples/nats_client.py "Hello" --temperature 0.8 --seed 7 --choices 2
+    .venv/bin/python examples/nats_client.py "Hello" --temperature 0.8 --seed 7 --choices 2
 
 Needs nats-py alone, and this package; ``BlockingWorkerClient`` is the same without asyncio.
 """

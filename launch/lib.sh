@@ -133,10 +133,24 @@ make_model() {
     run_aside "$python" -m worker.models --caller "$launch_name" "$@" > "$scratch/model"
 }
 
-# Sets MODEL_PATH to the default model in DIRECTORY; fails as make_model does.
+# The value of the worker's option NAME, as the script's arguments or its VARIABLE give it; else DEFAULT.
+given_option() {
+    local value=${!2:-$3} argument previous=
+    for argument in "${script_arguments[@]}"; do
+        [[ $previous != "$1" ]] || value=$argument
+        [[ $argument != "$1="* ]] || value=${argument#*=}
+        previous=$argument
+    done
+    echo "$value"
+}
+
+# Sets MODEL_PATH to the default model in DIRECTORY; fails as make_model does. Its blocks stay quantised where the worker
+# reads them so; with --quantization the checkpoint is one that other programs read, too, such as a trainer.
 prepare_default_model() {
     local form=()
-    [[ ${ENGINE:-embedded} != embedded ]] || form=(--quantised)
+    if [[ $(given_option --engine ENGINE embedded) == embedded && $(given_option --quantization WORKER_QUANTIZATION auto) == auto ]]; then
+        form=(--quantised)
+    fi
     make_model "${form[@]}" --cache "$1" || return 1
     MODEL_PATH=$(< "$scratch/model")
     # What is not quantised, and the KV cache.

@@ -16,6 +16,8 @@ def checked_rows(data: torch.Tensor, meaning: TensorType) -> torch.Tensor:
         ValueError: it is not a floating-point ``[B, V]``, or a row holds NaN or +inf, or has no
             token left.
     """
+    if not isinstance(data, torch.Tensor):
+        raise ValueError(f"expected a floating-point tensor [batch, vocabulary], got {type(data).__name__}")
     if data.dim() != 2 or not data.is_floating_point():
         raise ValueError(f"expected a floating-point tensor [batch, vocabulary], got {data.dtype} {list(data.shape)}")
     rows = data if data.dtype in (torch.float32, torch.float64) else data.float()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from pydantic import ValidationError
 
 from adapters.contract import Context, Reads, ShapingProcessor
 from adapters.pipe.op import Op, ParameterizedOp
@@ -117,9 +118,22 @@ class ShapingOp(ParameterizedOp):
     def _build(self, args: dict[str, Any], context: Context) -> ShapingProcessor:
         if self.shaping.reads is not Reads.NOTHING:
             raise _needs_history(self.shaping)
-        processor = self.shaping(self.shaping.Args(**args), context)
+        try:
+            typed = self.shaping.Args(**args)
+        except ValidationError as error:
+            raise ValueError(self._problem(error)) from None
+        processor = self.shaping(typed, context)
         processor._tokens = _NoHistory(self.shaping)
         return processor
+
+    def _problem(self, error: ValidationError) -> str:
+        """The first problem of arguments, under the name that the call of the pipe has for it."""
+        first = error.errors(include_url=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        name = next((name for name, own in self._fields.items() if own == field), self.shaping.name)
+        if first["type"] == "missing":
+            return f"Required parameter '{name}' not provided for {self.shaping.name}"
+        return f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}, got {first['input']!r}"
 
 
 class _NoHistory(list[int]):

@@ -1,6 +1,6 @@
 """How far other engines' log probabilities are from a trainer's, on checkpoints of `grpo.py`.
 
-    python examples/grpo/differences.py RUN --vllm .venv-vllm/bin/python
+    .venv/bin/python examples/grpo/differences.py RUN --vllm .venv-vllm/bin/python
 
 Reads the checkpoints ``step*`` of RUN (``--save-every``), lets transformers' ``generate`` and
 vLLM's CPU build sample answers in float32, computes their log probabilities with the trainer's

@@ -1,6 +1,6 @@
 """Draws the reward and the log probabilities' differences of a run of `grpo.py` as one SVG.
 
-python examples/grpo/figure.py RUN docs/grpo.svg
+.venv/bin/python examples/grpo/figure.py RUN docs/grpo.svg
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The same with TRL's trainer (1.16): rollouts from workers, exact log probabilities.
 
-python examples/grpo/trl_grpo.py --model DIR --engine-url URL --engine-key KEY --output DIR
+.venv/bin/python examples/grpo/trl_grpo.py --model DIR --engine-url URL --engine-key KEY \\
+    --output RUN
 
 TRL wants accelerate and datasets beside it. ``rollout_func`` is experimental there, and the method
 that is replaced below is private: another version may need other code.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from worker.engines.embedded import Engine
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.embedded.training import ExactLogprobs, Rollout
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, StartupError
+from worker.models.quantised import quantization_config
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,6 +193,17 @@ def test_a_mistake_is_named(exact: ExactLogprobs, name: str) -> None:
     rollout, message = REFUSED[name]
     with pytest.raises(InvalidRequest, match=message):
         exact([rollout])
+
+
+def test_a_checkpoint_that_transformers_cannot_read(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """transformers loads it with random weights, and says so in a table alone."""
+    policy = policy_of(checkpoints["llama"])
+    shutil.copytree(checkpoints["llama"], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] = quantization_config("Q4_1, Q8_0")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=r"its weights are in a form of this worker's \(Q4_1, Q8_0\)"):
+        ExactLogprobs(policy, tmp_path / "model")
 
 
 def test_a_full_context_is_scored(exact: ExactLogprobs) -> None:

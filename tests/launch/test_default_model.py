@@ -185,6 +185,16 @@ def test_prefill_and_decode_in_two_workers_say_the_same(
         script.assert_nothing_left(children)
 
 
+def test_without_quantization_other_programs_can_read_the_model(default_model: dict[str, str], tmp_path: Path) -> None:
+    """A trainer, which would be given random weights in the place of blocks."""
+    with launched(tmp_path, *FAST, "--quantization", "none", variables=default_model) as script:
+        script.wait_until_ready()
+        (named,) = [line for line in script.output.splitlines() if " answers, in " in line]
+        config = json.loads((Path(named.partition(" answers, in ")[2]) / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert text_of(script, FRANCE) == "The capital of France is Paris."
+
+
 def test_without_an_index_nothing_is_served(tmp_path: Path) -> None:
     """Random weights answer nobody who has not asked for them."""
     variables = {"MODEL_PATH": "", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}

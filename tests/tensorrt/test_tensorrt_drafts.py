@@ -142,6 +142,19 @@ async def test_what_needs_a_processor_is_refused_by_name(
         await collect(drafting, PROMPT, SamplingParams(max_tokens=3, **fields))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_receipt_beside_drafts_is_refused_by_name(
+    drafting: TrtllmEngine, vocabulary: Vocabulary, temperature: float
+) -> None:
+    """Without a processor, too; the seed that the worker chose for it is not to blame."""
+    chain = ProcessorChain([], Context(vocabulary, frozenset(ENDS), 0))
+    chain.wants_receipt = True
+    params = SamplingParams(max_tokens=3, temperature=temperature, seed=7)
+    with pytest.raises(InvalidRequest, match=r"^logits_processors\.receipt: lists the edits of processors"):
+        await collect(drafting, PROMPT, params, chain=chain)
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_guide_does_not_go_with(drafting: TrtllmEngine, vocabulary: Vocabulary) -> None:
     context = Context(vocabulary, frozenset(ENDS), 0)
@@ -159,7 +172,7 @@ async def test_what_a_guide_does_not_go_with(drafting: TrtllmEngine, vocabulary:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"chain": chain_of(vocabulary, "regex", forced)}, "logits_processor: holds forced_prefix, and TensorRT"),
         ({}, {"chain": two}, "guided_decoding: must be one guide"),
-        ({}, {"chain": wanting}, "logits_processor: a receipt lists the edits of processors"),
+        ({}, {"chain": wanting}, "logits_processors.receipt: lists the edits of processors"),
         ({}, {"chain": guided, "generated_token_ids": [5]}, "guided_decoding: cannot go on after a migration"),
         ({"n": 2, "best_of": 2, "temperature": 1.0}, {"chain": guided}, "n: must be 1 beside a guide"),
         ({"ignore_eos": True}, {"chain": guided}, "ignore_eos: must be false beside a guide"),

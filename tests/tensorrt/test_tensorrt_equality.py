@@ -152,6 +152,18 @@ async def test_every_control(controls: dict[str, Any], served: TrtllmEngine, ref
         assert 0 <= shares[0] < 0.1  # of ids that the tokenizer lacks, which TensorRT-LLM is told to leave out
 
 
+async def test_every_choice_draws_its_own_random_numbers(served: TrtllmEngine, reference: EmbeddedEngine) -> None:
+    """Those that the embedded engine gives to the choice of the same index."""
+    params = SamplingParams(max_tokens=12, temperature=1.5, seed=5, ignore_eos=True)
+    texts = []
+    for choice in range(3):
+        ours = await collect(served, PROMPT, params, f"{choice}", choice=choice)
+        theirs = await collect(reference, PROMPT, params, f"{choice}", choice=choice)
+        assert ours.token_ids == theirs.token_ids
+        texts.append(tuple(ours.token_ids))
+    assert len(set(texts)) == 3
+
+
 async def test_a_prompt_of_several_chunks(model: Path, served: TrtllmEngine, reference: EmbeddedEngine) -> None:
     prompt = [(7 * i) % 900 + 20 for i in range(300)]  # the processor is called five times before the first token
     answers = []

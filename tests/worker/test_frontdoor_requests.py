@@ -747,3 +747,16 @@ def test_a_refused_annotation_is_the_field_that_it_was_made_of(path: str) -> Non
     own = {**BASE[path], "nvext": {"annotations": ["refusal_as_data"]}, "return_token_ids": True}
     for fields, name in ((trained, "logprobs_mode"), (own, "nvext.annotations")):
         assert names_of(path, Returned.of(fields).request(fields), {})("annotations") == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"nvext": {"max_thinking_tokens": 3}}, "logits_processors"),
+        ({"logits_processors": [{"name": "phrase_ban", "args": {"phrases": ["a"]}}]}, "logits_processors"),
+        ({"logits_processors": [{"name": "min_p", "args": {"p": 0.5}}], "logit_bias": {"5": 3}}, "logits_processors"),
+    ],
+)
+def test_the_chain_that_an_engine_refuses_is_the_selection(fields: dict[str, Any], name: str) -> None:
+    assert names_of(CHAT, {**BASE[CHAT], **fields}, {})("sampling_params.logits_processor") == name

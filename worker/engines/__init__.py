@@ -70,7 +70,6 @@ class EngineInfo:
         draft_model: Digest of the draft model, with which a processor may compute, and what it is
             computed by; empty for none.
         honours_priority: The waiting queue is ordered by the requests' priorities.
-        honours_choice: Requests with one seed that differ in `EngineRequest.choice` are served.
         reports_blocks: `ServingEngine.report_blocks` tells of the cached blocks.
         takes_images: Requests with pictures are served.
         max_logprobs: Most likely tokens that may be reported beside each token of an answer, None
@@ -102,7 +101,6 @@ class EngineInfo:
     adapters: Mapping[str, str] = field(default_factory=dict)
     draft_model: str = ""
     honours_priority: bool = False
-    honours_choice: bool = True
     reports_blocks: bool = True
     takes_images: bool = False
     max_logprobs: int | None = MAX_LOGPROBS

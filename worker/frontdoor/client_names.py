@@ -60,6 +60,10 @@ def selection_names(listed: Sequence[Any], made: Sequence[FieldProcessor], chose
             largest = max(made, key=lambda each: len(json.dumps(each.entry)))
             if len(json.dumps(largest.entry)) > len(json.dumps(listed)):
                 return largest.client_path("")
+        if path == "processors" and not listed and len(made) == 1:
+            return made[0].client_path("")
+        if path == "processors" and chosen is None:
+            return SELECTION_FIELD
         if isinstance(chosen, list) and path.startswith("processors"):
             return SELECTION_FIELD + path.removeprefix("processors")
         return f"{SELECTION_FIELD}.{path}" if path else SELECTION_FIELD
@@ -91,6 +95,8 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
         own, rest = found[1], _ARGUMENT.sub("", found[2])
         if own == "guided_decoding":
             return _guide(fields)
+        if own == "logits_processor":  # the chain that was made of the selection
+            return of_selection("processors")
         other = _BY_ANOTHER_NAME.get(own, own)
         own = other if fields.get(other) is not None else own
         if own in (fields.get("nvext") or {}):

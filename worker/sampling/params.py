@@ -319,6 +319,10 @@ class SamplingParams:
         if self.logprobs_simple_format and (self.logprobs != 0 or self.use_beam_search):
             raise ValueError("logprobs_simple_format needs logprobs=0 and no beam search")
         if self.guided_decoding is not None:
+            if not isinstance(self.guided_decoding, GuidedDecodingParams):
+                raise ValueError(
+                    f"guided_decoding must be GuidedDecodingParams, got {type(self.guided_decoding).__name__}"
+                )
             self.guided_decoding.validate()
         for processor in self.logits_processors:
             if not callable(processor):

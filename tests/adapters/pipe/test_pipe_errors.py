@@ -357,3 +357,10 @@ def test_the_place_of_a_failing_op_and_its_cause() -> None:
     assert isinstance(raised.value.__cause__, ValueError)
     with pytest.raises(ValueError, match="min_p must be"):
         MinPOp(min_p=2.0)(TaggedTensor.probs(UNIFORM))
+
+
+@pytest.mark.parametrize("rows", [[[1.0, 2.0]], X.numpy()])
+def test_rows_that_are_no_tensor(rows: Any) -> None:
+    expected = rf"expected a floating-point tensor \[batch, vocabulary\], got {type(rows).__name__}$"
+    with pytest.raises(ValueError, match=expected):
+        LogitsPipe([Softmax(), Sample()])(rows)

@@ -99,8 +99,6 @@ def test_errors() -> None:
         Shaping(p.TopP, k=3)
     with pytest.raises(ValueError, match="typical_p can only be applied to LOGITS, got PROBS"):
         LogitsPipe([p.TypicalP], input_type=TensorType.PROBS)
-    with pytest.raises(ValueError, match=r"ShapingOp\): 1 validation error"):
-        LogitsPipe([p.TypicalP])(torch.zeros(1, 4), typical_p=1.5)
     with pytest.raises(ValueError, match="batch size mismatch"):
         LogitsPipe([p.TypicalP])(torch.zeros(1, 4), typical_p=torch.tensor([0.5, 0.5]))
     with pytest.raises(ValueError, match="row 0 holds NaN"):
@@ -129,3 +127,16 @@ def test_nan_made_by_a_processor_is_refused() -> None:
 def test_processors_do_not_import_the_pipe() -> None:
     code = "import sys, adapters.catalog.catalog, adapters.processors; sys.exit('adapters.pipe' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({}, "Required parameter 'typical_p' not provided for typical_p"),
+        ({"typical_p": 2.0}, "typical_p: input should be less than or equal to 1, got 2.0"),
+    ],
+)
+def test_an_argument_out_of_range_has_its_name_in_the_call(args: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        LogitsPipe([p.TypicalP, Sample()])(torch.zeros(2, 8), **args)
+    assert str(raised.value) == f"Error executing operator 0 (ShapingOp): {problem}"

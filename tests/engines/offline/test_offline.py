@@ -251,6 +251,23 @@ def test_stop_strings_trim_text_tokens_and_logprobs(engine: Engine, tokenizer: A
     assert engine.session.is_idle
 
 
+def test_an_argument_of_another_type_is_refused_by_its_name(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompts\[0\].sampling_params.stop: must be a text or a list of texts"):
+        engine.generate([[5]], SamplingParams(stop=7))  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidRequest, match=r"^prompts\[0\].processors\[0\]: must be an object such as {.*}, got 'min_p'"
+    ):
+        engine.generate([[5]], processors=["min_p"])  # type: ignore[list-item]
+    for processors in ({"name": "min_p"}, "min_p"):
+        with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
+            engine.generate([[5]], processors=processors)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^speculation must be True or False, got 'no'"):
+        engine.generate([[5]], speculation="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^guided_decoding must be GuidedDecodingParams, got dict"):
+        SamplingParams(guided_decoding={"regex": "a"})  # type: ignore[arg-type]
+    assert engine.session.is_idle
+
+
 def test_stop_and_end_tokens() -> None:
     engine = scripted()
     model = engine.session.stepper.model

@@ -28,7 +28,8 @@ from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
 from worker.engines.embedded.serving import load
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, StartupError
+from worker.models.quantised import format_of
 from worker.sampling import SamplingParams
 
 
@@ -119,6 +120,12 @@ class ExactLogprobs:
 
         directory, dtype = Path(self._config.model_path), self._policy.dtype
         settings = read_settings(directory)
+        if (form := format_of(settings)) is not None:
+            raise StartupError(
+                f"--model-path {directory}: its weights are in a form of this worker's ({form}), for which "
+                "transformers makes up random ones; train on the checkpoint that it was made of, on what python -m "
+                "worker.models makes of a GGUF file, or on the default model of launch/agg.sh --quantization none"
+            )
         config, geometry = read_checked(directory, settings, dtype)
         network = self._network(geometry.max_position_embeddings if geometry is not None else 0)
         return network, facts_of(config, network, geometry, dtype, directory, settings, None)

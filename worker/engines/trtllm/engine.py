@@ -131,7 +131,6 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         self._info = replace(
             await describe(self._llm, package.version, sizes, self.config.max_num_seqs),
             honours_priority="priority" in package.generate_arguments,
-            honours_choice=False,
             reports_blocks=self.has_events,
             adapters={adapter.name: adapter.digest for adapter in self.config.adapters},
             takes_images=self._images is not None,
@@ -203,8 +202,6 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
-        if request.choice:
-            raise InvalidRequest("sampling_options.n", "TensorRT-LLM's random numbers do not depend on the choice")
         pictured = await self._images.inputs(request) if self._images is not None and request.images else None
         running = await self._submit(request, pictured)
         try:

@@ -112,14 +112,14 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
     seed = params.seed or 0
-    context = Context(Vocabulary(served.vocab_size), ends, seed, max_tokens=params.max_tokens)
+    context = Context(Vocabulary(served.vocab_size), ends, seed, request.choice, max_tokens=params.max_tokens)
     late = random and chain_samples
     try:
         extra = other_members(rest, number, served.vocab_size)
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
         if chain_samples:
             chain = chain or _empty_chain(context, prompt)
-            chain.add([SeededSampler(seed if random else None)], last=True)
+            chain.add([SeededSampler(seed if random else None, request.choice)], last=True)
         if chain is not None and generated:
             _resume(chain, prompt, generated)
     except ProcessorFailed as error:

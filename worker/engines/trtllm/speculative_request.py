@@ -33,6 +33,9 @@ def speculative_request(request: EngineRequest, served: Served, guides: NativeGu
     """
     params, chain = request.params, request.chain
     check_refused(params, REFUSED)
+    if chain is not None and chain.wants_receipt:  # before its seed, which the client may not have given
+        problem = "lists the edits of processors, and TensorRT-LLM calls none beside speculative decoding"
+        raise InvalidRequest("logits_processors.receipt", problem)
     _check_controls(params, served)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     guide, watched = None, None
@@ -86,6 +89,3 @@ def _check_guided(request: EngineRequest, ends: frozenset[int], served: Served, 
     if not ends <= set(served.eos_token_ids) or guides.end_token_id not in ends:
         problem = "must be the model's own beside a guide: TensorRT-LLM ends a complete text with no other token"
         raise InvalidRequest("sampling_params.stop_token_ids", problem)
-    if chain.wants_receipt:
-        problem = "a receipt lists the edits of processors, and TensorRT-LLM enforces this guide itself"
-        raise InvalidRequest("sampling_params.logits_processor", problem)

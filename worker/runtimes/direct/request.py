@@ -49,13 +49,17 @@ class DirectRequest:
     skip_special_tokens: bool
 
 
-def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> DirectRequest:
+def parse(
+    message: Mapping[str, Any], tokenizer: Any, template: str | None = None, *, one_seed: bool = True
+) -> DirectRequest:
     """The request in ``message``, its prompt as token ids.
 
     Args:
         message: JSON data that the client sent.
         tokenizer: Tokenizer of the checkpoint, None if it has none.
         template: Chat template that replaces the model's own.
+        one_seed: Whether several choices without a seed are given one, by which they differ in
+            their index alone. Else each draws as a request without a seed does.
 
     Raises:
         InvalidRequest: one of the fields that only this runtime has, or that it takes care of
@@ -71,7 +75,7 @@ def parse(message: Mapping[str, Any], tokenizer: Any, template: str | None = Non
         _select(fields, own["logits_processors"])
     sampling, stopping = _section(fields, "sampling_options"), _section(fields, "stop_conditions")
     num_choices = _choices(sampling.pop("n", None))
-    if num_choices > 1 and sampling.get("seed") is None:
+    if one_seed and num_choices > 1 and sampling.get("seed") is None:
         sampling["seed"] = secrets.randbits(SEED_BITS)  # one for all choices, which differ in their numbers
     stops = stop_strings("stop_conditions.stop", stopping.pop("stop", None) or ())
     wants_text = boolean("text", own.get("text", tokenizer is not None))

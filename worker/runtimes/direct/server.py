@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import Arguments
-from worker.errors import InvalidRequest
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.request import DirectRequest, parse
 from worker.server import RequestServer
@@ -37,12 +36,8 @@ class DirectServer:
 
     async def parsed(self, message: Mapping[str, Any]) -> DirectRequest:
         """The request in a message. Raises `InvalidRequest`."""
-        request = await asyncio.to_thread(parse, message, self.tokenizer, self._template)
-        if request.num_choices > 1 and not self.server.info.honours_choice:  # before the first one is served
-            raise InvalidRequest(
-                "sampling_options.n", "must be 1: this engine's random numbers are those of one choice"
-            )
-        return request
+        one_seed = self.server.info.draws_by_seed  # where a seed costs nothing, and is not refused
+        return await asyncio.to_thread(parse, message, self.tokenizer, self._template, one_seed=one_seed)
 
     async def chunks(
         self,

@@ -71,7 +71,7 @@ def model_info(server: RequestServer) -> wire.ModelInfo:
             prompt_logprobs=_scores(MAX_LOGPROBS if info.scores_prompts else None),
             output_logprobs=_scores(info.max_logprobs),
             guided_decoding=wire.GuidedDecodingCapabilities(supported=bool(guides), modes=guides),
-            max_num_sequences=MAX_CHOICES if info.honours_choice else 1,
+            max_num_sequences=MAX_CHOICES,
             supports_priority=info.honours_priority,
             supports_stop_in_output=True,
             supports_cache_salt=info.honours_cache_salt,

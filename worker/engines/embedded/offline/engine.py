@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -123,8 +123,11 @@ class Engine:
         Raises:
             InvalidRequest: a prompt cannot be served; no prompt has been started. The field has its
                 index.
-            ValueError: there are not as many parameters or lists of processors as prompts.
+            ValueError: there are not as many parameters or lists of processors as prompts, or an
+                argument is of another type.
         """
+        if not isinstance(speculation, bool):
+            raise ValueError(f"speculation must be True or False, got {speculation!r}")
         asked = _prompts(prompts)
         params = _per_prompt(sampling_params, len(asked))
         groups = self.session.prepare(asked, params, _named(processors, len(asked)))
@@ -249,6 +252,8 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def _named(processors: Sequence[Named] | Sequence[Sequence[Named]] | None, count: int) -> list[Sequence[Named]]:
+    if isinstance(processors, str | Mapping):
+        raise ValueError(f"processors must be a list of processors by name, got {processors!r}")
     given: list[Any] = list(processors or ())
     if not given or not isinstance(given[0], (list, tuple)):
         return [given] * count

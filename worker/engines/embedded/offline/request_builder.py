@@ -126,6 +126,10 @@ class RequestBuilder:
 
     def _selection(self, wanted: SamplingParams, named: Sequence[Named]) -> Selection:
         """The processors that the request names, and its fields that run as processors."""
+        for index, one in enumerate(named):
+            if not isinstance(one, Mapping):
+                problem = f'must be an object such as {{"name": "min_tokens", "args": {{"n": 8}}}}, got {one!r}'
+                raise InvalidRequest(f"processors[{index}]", problem)
         try:
             text = json.dumps({"version": 1, "processors": [dict(one) for one in named]})
         except (TypeError, ValueError) as error:
@@ -195,6 +199,8 @@ def stop_strings(params: SamplingParams) -> list[str]:
 
 
 def _check(wanted: SamplingParams, has_tokenizer: bool) -> None:
+    if wanted.stop is not None and not isinstance(wanted.stop, str | list | tuple):
+        raise InvalidRequest("sampling_params.stop", f"must be a text or a list of texts, got {wanted.stop!r}")
     stops = stop_strings(wanted)
     if any(not isinstance(stop, str) or not stop for stop in stops):
         raise InvalidRequest("sampling_params.stop", f"must be strings that are not empty, got {wanted.stop!r}")
