@@ -16,7 +16,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.models import huge_pages, sealed_tensors
+from worker.models import sealed_tensors
 from worker.models.beside import last_used, note_use
 from worker.models.huge_pages import address_of
 from worker.models.safetensors_file import Stored
@@ -146,7 +146,7 @@ def test_a_damaged_one_keeps_no_memory(finishes: bool, tmp_path: Path, monkeypat
         def __init__(self, *_: object, **__: object) -> None:
             blocks.append(weakref.ref(self))
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Block)
+    monkeypatch.setattr("worker.models.huge_pages.mmap.mmap", Block)
     file = SealedTensors(tmp_path / "file")
     file.begin()
     if finishes:

@@ -220,7 +220,7 @@ def test_a_tag_is_a_text_of_one_token(checkpoint: Path) -> None:
     for vocabulary in pair(checkpoint):
         texts = {*map(bytes.decode, (token for token in vocabulary.token_bytes if token.isascii())), "<think>", "fox"}
         assert vocabulary.tokenizer is not None
-        for text in {*texts, *(f"{text}?" for text in texts), *vocabulary.tokenizer.get_vocab()}:
+        for text in {*texts, *(f"{text}?" for text in texts), *vocabulary.tokenizer.get_vocab()}:  # type: ignore[attr-defined]
             try:
                 ids = tuple(vocabulary.encode(text))
             except ValueError:

@@ -19,6 +19,7 @@ from worker.build import embedded_config, sandbox_ahead, weights_ahead
 from worker.engines import EngineInfo
 from worker.engines.embedded import native
 from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.packed_copy import PackedCopy
 from worker.errors import StartupError
 from worker.models.beside import last_used
@@ -47,6 +48,7 @@ def arguments(model: Path, *more: str) -> Arguments:
 
 
 def weights_of(model: HfModel) -> list[bytes]:
+    assert isinstance(model._network, LlamaNetwork)
     packed = model._network.packed()
     assert packed is not None
     return [layer.qkv.weight.panels.numpy().tobytes() for layer in packed.layers]
@@ -69,9 +71,14 @@ def test_the_copy_that_was_used_last_is_read(model: Path, monkeypatch: pytest.Mo
     assert weights_of(load_model(embedded_config(plain), ahead)) == expected
     assert not len(ahead._memory)
 
-    taken = []
+    taken: list[SealedTensors | None] = []
     read = PackedCopy.read
-    monkeypatch.setattr(PackedCopy, "read", lambda copy, ahead=None: (taken.append(ahead), read(copy, ahead))[1])
+
+    def noted(copy: PackedCopy, ahead: SealedTensors | None = None) -> object:
+        taken.append(ahead)
+        return read(copy, ahead)
+
+    monkeypatch.setattr(PackedCopy, "read", noted)
     ahead = weights_ahead(plain)
     assert ahead is not None
     assert "int8" not in ahead.path.name
