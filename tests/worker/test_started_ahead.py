@@ -21,6 +21,7 @@ from worker.engines.embedded import native
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.packed_copy import PackedCopy
+from worker.engines.embedded.native.packed import PackedWeight
 from worker.errors import StartupError
 from worker.models.beside import last_used
 from worker.models.sealed_tensors import SealedTensors
@@ -51,7 +52,9 @@ def weights_of(model: HfModel) -> list[bytes]:
     assert isinstance(model._network, LlamaNetwork)
     packed = model._network.packed()
     assert packed is not None
-    return [layer.qkv.weight.panels.numpy().tobytes() for layer in packed.layers]
+    weights = [layer.qkv.weight for layer in packed.layers]
+    assert weights
+    return [weight.panels.numpy().tobytes() for weight in weights if isinstance(weight, PackedWeight)]
 
 
 @has_kernels
