@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     context = Context(vocabulary(), frozenset({END}), seed=1)
-    grammar_cache(context.vocabulary)
+    grammar_cache(context.vocabulary).tokenizer()
     gc.collect()
     gc.freeze()  # as the worker does: a large vocabulary is garbage-collected for milliseconds otherwise
     logits = torch.randn(ROWS, VOCAB)

@@ -68,6 +68,8 @@ def build(argv: Sequence[str] | None = None) -> Built:
     arguments = with_checkpoint(arguments)
     with contextlib.ExitStack() as on_failure:
         weights = weights_ahead(arguments)
+        if weights is not None:
+            on_failure.callback(weights.close)
         grammars = sandbox_ahead(arguments)
         if grammars is not None:
             on_failure.callback(grammars.starting.close)

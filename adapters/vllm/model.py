@@ -121,7 +121,8 @@ class ServedModel:
         """Compile grammars in a sandbox process from now on, so that one that explodes is refused.
 
         Needed where requests are admitted. The engine's process compiles what passed there. The
-        first call waits for the process, which takes seconds.
+        first call waits for the process, and for the tokenizer of this one, which takes seconds:
+        admission waits for grammars for a moment only.
 
         Raises:
             SandboxUnavailable: the process cannot be started.
@@ -129,6 +130,7 @@ class ServedModel:
         cache = grammar_cache(self.context.vocabulary)
         with _guarding:
             if cache.sandbox is None:
+                cache.tokenizer()
                 sandbox = GrammarSandbox(lambda: tokenizer_tables(self.context.vocabulary), timeout_s=GRAMMAR_TIMEOUT_S)
                 sandbox.start()
                 cache.sandbox = sandbox

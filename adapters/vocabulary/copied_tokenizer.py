@@ -100,6 +100,14 @@ class CopiedTokenizer:
                 self._backend = ""
             return self._read
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            backend = self._backend if self._read is None else self._read.to_str()
+        return {**vars(self), "_backend": backend, "_read": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
+
     def __len__(self) -> int:
         return self._num_tokens
 

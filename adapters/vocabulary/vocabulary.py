@@ -105,11 +105,12 @@ class Vocabulary:
     def tag(self, text: str) -> tuple[int, ...]:
         """The id of ``text`` if the tokenizer has it as one token, else nothing."""
         tokenizer = self.tokenizer
-        if tokenizer is None or not (text in added_tokens(tokenizer) or text.encode() in self.token_bytes):
+        if tokenizer is None:
             return ()
         try:
-            ids = self.encode(text)
-        except ValueError:  # it cannot write it
+            is_one = text in added_tokens(tokenizer) or text.encode() in self.token_bytes
+            ids = self.encode(text) if is_one else []
+        except ValueError:  # it cannot write it, or nobody can: half a surrogate pair
             return ()
         return tuple(ids) if len(ids) == 1 else ()
 

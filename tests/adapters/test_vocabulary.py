@@ -71,6 +71,7 @@ def test_the_highest_id_counts_not_the_number_of_tokens(gapped: Vocabulary, last
 def test_a_tag_is_one_token_or_none(gapped: Vocabulary) -> None:
     assert gapped.tag("<think>") == tuple(gapped.encode("<think>"))
     assert gapped.tag("<think>\n") == ()
+    assert gapped.tag("<\ud800>") == ()
     assert Vocabulary(10).tag("<think>") == ()
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     assert Vocabulary(2, PreTrainedTokenizerFast(tokenizer_object=letters)).tag("<think>") == ()  # type: ignore[arg-type]  # it cannot write it

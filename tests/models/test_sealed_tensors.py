@@ -6,6 +6,9 @@ import json
 import math
 import os
 import threading
+import weakref
+from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -129,6 +132,41 @@ def test_a_closed_one_reads_no_more_and_keeps_nothing(tmp_path: Path, monkeypatc
     assert not reading()
     assert not len(file._memory)
     assert next(file._unread, None) is None
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_damaged_one_keeps_no_memory(finishes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "file", [("F32", (1000,))])
+    whole = (tmp_path / "file").read_bytes()
+    (tmp_path / "file").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    blocks: list[weakref.ref[mmap]] = []
+
+    class Block(mmap):
+        def __init__(self, *_: object, **__: object) -> None:
+            blocks.append(weakref.ref(self))
+
+    monkeypatch.setattr("worker.models.huge_pages.mmap.mmap", Block)
+    file = SealedTensors(tmp_path / "file")
+    file.begin()
+    if finishes:
+        with pytest.raises(ValueError, match="damaged"):
+            file.finish()
+    else:
+        for thread in file._threads:
+            thread.join()
+        file.close()
+    assert [block() for block in blocks] == [None]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("end", [SealedTensors.finish, SealedTensors.close])
+def test_one_is_finished_once(end: Callable[[SealedTensors], object], tmp_path: Path) -> None:
+    written(tmp_path / "file", [("F32", (1000,))])
+    file = SealedTensors(tmp_path / "file")
+    end(file)
+    with pytest.raises(ValueError, match="closed"):
+        file.finish()
 
 
 def test_safetensors_reads_it_too(tmp_path: Path) -> None:

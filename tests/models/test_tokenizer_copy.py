@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +235,20 @@ def test_a_copy_is_whole_before_its_tokenizer_is_read(checkpoint: Path, monkeypa
     assert len(copied.tokenizer) == len(own.tokenizer)  # type: ignore[arg-type]
     assert tokenizer_tables(copied) == tokenizer_tables(own)
     assert copied.tag("no such token") == ()
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_copy_of_a_copy_is_the_same(checkpoint: Path, is_read: bool, again: Callable[[object], object]) -> None:
+    _, vocabulary = pair(checkpoint)
+    copied = vocabulary.tokenizer
+    assert isinstance(copied, CopiedTokenizer)
+    if is_read:
+        assert copied.backend_tokenizer
+    other = again(copied)
+    assert isinstance(other, CopiedTokenizer)
+    assert other.encode("the fox") == copied.encode("the fox")
+    assert other.get_vocab() == copied.get_vocab()
+    assert other.kept_token_bytes == copied.kept_token_bytes
+    moved = pickle.loads(pickle.dumps(Vocabulary(400, copied, (1,))))  # without a path it has its tokenizer
+    assert moved.token_bytes == vocabulary.token_bytes

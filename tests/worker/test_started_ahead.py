@@ -180,6 +180,10 @@ def test_a_size_that_cannot_be_begins_none(config: str, model: Path, monkeypatch
     assert sandbox_ahead(arguments(model)) is None
 
 
+def refuse(chosen: Arguments) -> None:
+    raise StartupError("no")
+
+
 def test_a_start_that_fails_leaves_no_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_vocabulary(model, SIZE, (1,))
     before, begun = children(), []
@@ -189,15 +193,30 @@ def test_a_start_that_fails_leaves_no_process(model: Path, monkeypatch: pytest.M
         made(starting, timeout_s)
         begun.append(starting)
 
-    def refuse(chosen: Arguments) -> None:
-        raise StartupError("no")
-
     monkeypatch.setattr(StartingSandbox, "__init__", init)
     monkeypatch.setattr(worker.build, "check_default_sampling", refuse)
     with pytest.raises(StartupError):
         worker.build.build(["--model-path", str(model), "--device", "cpu"])
     assert len(begun) == 1
     assert children() == before
+
+
+@has_kernels
+@pytest.mark.native
+def test_a_start_that_fails_reads_no_more(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_model(embedded_config(arguments(model)))
+    begun: list[SealedTensors] = []
+    begin = SealedTensors.begin
+
+    def noted(tensors: SealedTensors) -> None:
+        begun.append(tensors)
+        begin(tensors)
+
+    monkeypatch.setattr(SealedTensors, "begin", noted)
+    monkeypatch.setattr(worker.build, "check_default_sampling", refuse)
+    with pytest.raises(StartupError):
+        worker.build.build(["--model-path", str(model), "--device", "cpu"])
+    assert [len(one._memory) for one in begun] == [0]
 
 
 def test_what_only_some_need_is_made_behind_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,15 +108,17 @@ class SealedTensors:
 
         Raises:
             OSError: it cannot be read.
-            ValueError: a part has another SHA-256.
+            ValueError: a part has another SHA-256; or this was finished or closed before.
         """
+        if self._file.closed:
+            raise ValueError("it is closed")
         try:
             side_by_side(lambda _: self._read(), range(num_cpus()))
             memory = self._memory
         finally:
             self.close()
         if self._problems:
-            raise self._problems[0]
+            raise self._problems.pop(0)  # which has this frame then, and with it the memory
         sizes = (stop - start for _, (start, stop) in self._tensors.values())
         starts = accumulate(sizes, initial=0)
         found = {}
@@ -144,7 +146,7 @@ class SealedTensors:
                 if hashlib.sha256(part).hexdigest() != self._digests[number]:
                     raise ValueError("it is damaged: a part has another SHA-256")
         except Exception as error:  # `finish` raises it
-            self._problems.append(error)
+            self._problems.append(error.with_traceback(None))  # its frames would keep the memory
 
 
 def _fill(part: memoryview, file: int, position: int) -> None:

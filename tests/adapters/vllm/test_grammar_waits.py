@@ -7,12 +7,14 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from vllm_stand_in import Params, served_model
 
 from adapters.catalog import ModelPolicy, SelectionError
@@ -20,11 +22,13 @@ from adapters.grammars.cache import FAST_S, GrammarCache
 from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import SandboxBusy
+from adapters.processors.grammar import grammar_cache
 from adapters.vllm import admission, grammars, middleware
 from adapters.vllm.grammars import STEP_S, WAIT_S, NotCompiled, wait_compiled
 from adapters.vllm.middleware import Middleware, _Held
 from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import selection_of
+from adapters.vocabulary import Vocabulary
 
 GRAMMAR = {"name": "json_schema", "args": {"schema": {"type": "integer"}}}
 SELECTED = json.dumps({"version": 1, "processors": [GRAMMAR]})
@@ -281,6 +285,30 @@ def test_admission_waits_for_a_bounded_time(model: ServedModel, compiling: list[
         wait_compiled([*wanted(model), *wanted(model)], model, holds_others=True)
     assert WAIT_S <= time.monotonic() - began < WAIT_S + 5
     assert not any(each.cancelled() for each in compiling)  # a request that is sent again finds it
+
+
+def test_admission_waits_for_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded with the sandbox, before the time for a grammar begins."""
+    served = served_model(penalises_first=False)
+    known = served.context.vocabulary
+    context = replace(served.context, vocabulary=Vocabulary(known.size, known.tokenizer, sorted(known.eos_token_ids)))
+    model = ServedModel(served.facts, context, served.catalog, served.policy)
+    cache = grammar_cache(context.vocabulary)
+    load = cache._load
+
+    def load_slowly() -> LLTokenizer:
+        time.sleep(2 * WAIT_S)
+        return load()
+
+    monkeypatch.setattr(cache, "_load", load_slowly)
+    found = wanted(model)
+    sandbox = cache.sandbox
+    assert sandbox is not None
+    monkeypatch.setattr(cache, "sandbox", None)  # what it would add to the wait is none of the tokenizer's
+    try:
+        assert len(wait_compiled(found, model, holds_others=True)) == 1
+    finally:
+        sandbox.close()
 
 
 def test_nobody_waits_for_an_offline_request(

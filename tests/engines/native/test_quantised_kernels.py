@@ -456,7 +456,8 @@ def test_weights_of_one_call_may_have_groups_of_other_sizes(
     """Layers that share rounded rows have the bits that each has alone."""
     generator = torch.Generator().manual_seed(seed)
     x = with_outliers(randn(generator, rows, 384), generator)
-    gemms, kernels = [], native.library(torch.float32)
+    gemms: list[Any] = []
+    kernels = native.library(torch.float32)
     for bits_of_code, group in layouts:
         weight = random_weight(bits_of_code, group, (columns, 384), has_offsets, generator)
         gemms += QuantisedGemm(weight, None, rounds_to="int8").parts

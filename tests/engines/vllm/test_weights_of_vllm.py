@@ -110,7 +110,7 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
 
 async def test_a_cache_that_vllm_keeps_is_not_flushed(model: Path) -> None:
     llm = Llm()
-    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", [].append)
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
     await weights.flush_cache()
     llm.holds_kv = True
     with pytest.raises(WrongState, match="keeps its prefix cache while requests hold KV"):

@@ -60,7 +60,7 @@ class CallProbe(TrtllmAdapter):
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> None:
         if self._vocabulary is not None:
             byte_index(self._vocabulary)
-            grammar_cache(self._vocabulary)
+            grammar_cache(self._vocabulary).tokenizer()
             self._vocabulary = None
         kind = str(logits.dtype).removeprefix("torch.")
         self._reporter.step(Step(len(token_ids), ((logits.shape[-1], kind, 1),)))
