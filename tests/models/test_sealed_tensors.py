@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from worker.models import sealed_tensors
 from worker.models.beside import last_used, note_use
-from worker.models.huge_pages import address_of
+from worker.models.huge_pages import ALIGNMENT_BYTES, address_of
 from worker.models.safetensors_file import Stored
-from worker.models.sealed_tensors import ALIGNMENT_BYTES, SealedTensors, write_sealed
+from worker.models.sealed_tensors import SealedTensors, write_sealed
 
 SIZES = {"I8": 1, "BF16": 2, "F32": 4}
 

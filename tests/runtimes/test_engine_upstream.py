@@ -176,6 +176,7 @@ async def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
         async with asyncio.timeout(20):
             while len(worker.server.in_flight) < 2:  # the first choice may have a token before the other begins
                 await asyncio.sleep(0.01)
+        assert len(worker.server.in_flight) == 2
     async with asyncio.timeout(20):
         while len(worker.server.in_flight):
             await asyncio.sleep(0.01)

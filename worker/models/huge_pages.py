@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
+ALIGNMENT_BYTES = 64
+"""Alignment of a tensor that lies in them, the same as torch's own."""
+
 MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # since Linux 5.14

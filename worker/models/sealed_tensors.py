@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from worker.models.beside import num_cpus, opened, sealed, side_by_side
-from worker.models.huge_pages import huge_pages, touch
+from worker.models.huge_pages import ALIGNMENT_BYTES, huge_pages, touch
 from worker.models.problems import ModelFileError
 from worker.models.regular_files import open_regular
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.weight_files import StoredTensor, header_and_metadata
-
-ALIGNMENT_BYTES = 64
-"""Alignment in memory of tensors of a multiple of so many bytes, which come first in the file."""
 
 _PART_BYTES = 16 * 2**20
 """Bytes of a part of the values, which has a digest."""
@@ -35,6 +32,9 @@ _MOST_AHEAD = 8
 
 def write_sealed(path: Path, tensors: Iterable[Stored], content: Mapping[str, Any]) -> None:
     """Write a file for `SealedTensors`.
+
+    Tensors of a multiple of `ALIGNMENT_BYTES` come first, so that they are aligned where they are
+    read.
 
     Args:
         path: Path of the file.

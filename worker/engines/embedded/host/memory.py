@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from worker.models.huge_pages import (
+    ALIGNMENT_BYTES,
     HUGE_PAGE_BYTES,
     MADV_COLLAPSE,
     MADV_DONTNEED,
@@ -30,9 +31,6 @@ from worker.models.huge_pages import (
 )
 
 logger = logging.getLogger(__name__)
-
-ALIGNMENT_BYTES = 64
-"""Alignment of each tensor, the same as torch's own."""
 
 _RESIDENT_PART = 0.9
 _M_TRIM_THRESHOLD = -1

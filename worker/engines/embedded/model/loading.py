@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -74,10 +73,11 @@ def load_model(config: EmbeddedConfig, ahead: SealedTensors | None = None) -> Hf
         StartupError: it is missing, unreadable, incomplete or of an architecture that is not
             served; or the kernels that were asked for cannot compute here.
     """
-    with contextlib.ExitStack() as stack:
-        if ahead is not None:
-            stack.callback(ahead.close)
+    try:
         return in_own_thread(lambda: _load_model(config, ahead))
+    finally:
+        if ahead is not None:
+            ahead.close()
 
 
 def _load_model(config: EmbeddedConfig, ahead: SealedTensors | None) -> HfModel:

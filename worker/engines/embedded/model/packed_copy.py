@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 
 from worker.models.beside import Provenance, keep, note_use
-from worker.models.huge_pages import address_of
+from worker.models.huge_pages import ALIGNMENT_BYTES, address_of
 from worker.models.safetensors_file import Stored
-from worker.models.sealed_tensors import ALIGNMENT_BYTES, SealedTensors, write_sealed
+from worker.models.sealed_tensors import SealedTensors, write_sealed
 from worker.models.weight_files import StoredTensor
 
 logger = logging.getLogger(__name__)
