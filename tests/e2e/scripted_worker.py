@@ -104,5 +104,5 @@ class ScriptedEngine:
 
 
 if __name__ == "__main__":
-    worker.build.make_engine = lambda arguments, ahead=None: ScriptedEngine(arguments)  # type: ignore[assignment]
+    worker.build.make_engine = lambda arguments, ahead=None: ScriptedEngine(arguments)  # type: ignore[assignment, return-value]
     worker.__main__.run()
