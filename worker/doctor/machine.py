@@ -17,6 +17,7 @@ from worker.engines.embedded.host.threads import cpu_quota
 from worker.engines.embedded.kv_cache.budget import free_in_container
 from worker.engines.embedded.native import choose_path, cpu_flags, unavailable
 from worker.models import model_cache
+from worker.models.beside import num_cpus
 
 SMALLEST_MEMORY = 2 * 2**30
 """Bytes that the default model, its packed weights and a small KV cache need."""
@@ -59,7 +60,7 @@ def machine(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _cores(root: Path) -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cpus()
     quota = cpu_quota(root / "sys/fs/cgroup", root / "proc/self/cgroup")
     found = f"{cores} of {_model(root)}"
     if quota is None:
