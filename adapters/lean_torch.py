@@ -87,7 +87,7 @@ class _Finder(MetaPathFinder):
         if name in USERS and "torch" in sys.modules:
             self.complete()
             if name in sys.modules:  # imported with them
-                return _imported(sys.modules[name])
+                return imported(sys.modules[name])
         return None
 
     def complete(self) -> None:
@@ -166,7 +166,7 @@ class _Around(Loader):
         self._run(lambda: self._loader.exec_module(module))
 
 
-def _imported(module: ModuleType) -> ModuleSpec:
+def imported(module: ModuleType) -> ModuleSpec:
     """The spec of a module that was imported while it was being found: it is not executed again.
 
     The import system takes the spec that such a module has, so it has this one for a moment.

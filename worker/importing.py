@@ -7,16 +7,22 @@ import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
-from adapters import lean_torch
+from adapters import lean_torch, torch_at_use
 
 
-def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare(environ: MutableMapping[str, str] = os.environ, *, uses_torch: bool = True) -> None:
     """Settings of the process; before torch and numpy are imported.
 
     numpy's BLAS starts a thread for each core, which spin for a while, and nothing here multiplies
     matrices with it.
+
+    Args:
+        environ: The environment.
+        uses_torch: Whether it is sure to use torch; a process that is not imports it at its use.
     """
     lean_torch.install()
+    if not uses_torch:
+        torch_at_use.install()
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

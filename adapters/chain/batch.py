@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import thread_time
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -169,7 +169,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
     return chain.has_shaping or plan.masks
 
 
-Sample = Callable[[ProcessorChain, torch.Tensor], int]
+Sample: TypeAlias = "Callable[[ProcessorChain, torch.Tensor], int]"
 """Plans and applies a chain to float32 logits ``[V]`` of its position, which it may overwrite, and
 samples the token from them, as the step of an engine does. Raises `ProcessorFailed`.
 """

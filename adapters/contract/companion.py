@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -12,7 +12,7 @@ from adapters.contract.processor import ShapingProcessor
 from adapters.contract.scope import Scope
 from adapters.contract.stage import Stage
 
-SecondRow = Callable[[int], torch.Tensor]
+SecondRow: TypeAlias = "Callable[[int], torch.Tensor]"
 """The companion's logits, floating ``[V]``, for the token at an absolute position of the request.
 
 Raises `LookupError` where it has none for that position.

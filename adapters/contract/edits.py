@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from adapters.contract.bitmasks import (
 )
 from adapters.devices import upload
 
-Ids = torch.Tensor | array  # type: ignore[type-arg]
-Numbers = torch.Tensor | array  # type: ignore[type-arg]
+Ids: TypeAlias = "torch.Tensor | array[Any]"
+Numbers: TypeAlias = "torch.Tensor | array[Any]"
 
 
 class _Valued:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from adapters.contract import ArgumentError, Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
@@ -14,7 +13,7 @@ from adapters.processors.arguments import Count
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import byte_index
 
-_FLOAT32_MAX = float(torch.finfo(torch.float32).max)
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _LN_FLOAT32_MAX = 88.72
 """Natural logarithm of the largest float32, rounded down: a larger exponent would overflow."""
 

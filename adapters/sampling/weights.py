@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -19,8 +19,6 @@ import torch
 from adapters.sampling.native import native_kernels
 
 _MOST_BITS = 44
-
-_NUMPY_IS_FASTER = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def weight_bits(vocab_size: int) -> int:
@@ -49,11 +47,16 @@ def exponential_(values: torch.Tensor) -> torch.Tensor:
     kernels = native_kernels()
     if values.device.type == "cpu" and kernels is not None:
         return kernels.exponential_(values)
-    if values.device.type == "cpu" and _NUMPY_IS_FASTER:
+    if values.device.type == "cpu" and _numpy_is_faster():
         array = values.numpy()
         np.exp(array, out=array)
         return values
     return values.exp_()
+
+
+@cache
+def _numpy_is_faster() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def as_units(weights: torch.Tensor, bits: int) -> torch.Tensor:

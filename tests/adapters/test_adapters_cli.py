@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.__main__ import main
 from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, selection_schema, table, with_table
+from adapters.command import main
 
 LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
 

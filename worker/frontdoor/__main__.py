@@ -9,7 +9,7 @@ from worker.importing import prepare, uncollected
 
 def run() -> int:
     """The exit status."""
-    prepare()
+    prepare(uses_torch=False)
     with uncollected():
         from worker.frontdoor.process import main
     return main()

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from adapters import contract
-from adapters.__main__ import main
 from adapters.catalog import Catalog, Entry, Requested, Selection, SelectionError
 from adapters.chain import apply_chain
+from adapters.command import main
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
 from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
 from adapters.testing.kit_model import kit_context
