@@ -40,7 +40,7 @@ def install() -> bool:
 
 
 class _Unused(ModuleType):
-    """torch before its import. It becomes torch itself, which other modules have bound to a name."""
+    """torch before its import, as which other modules keep it: it becomes torch itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__version__":  # which `inspect` and the like ask every module for

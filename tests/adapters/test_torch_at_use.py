@@ -1,4 +1,4 @@
-"""torch imported at its first use: it is torch then, in every module that has imported it before."""
+"""torch imported at its first use: it is torch then, in every module that has it already."""
 
 from __future__ import annotations
 
