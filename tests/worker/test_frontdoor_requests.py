@@ -721,6 +721,12 @@ def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:
     assert str(caught.value.param).startswith("guided_choice")
 
 
+@pytest.mark.parametrize("path", BASE)
+def test_an_adapter_that_is_gone_is_the_model(path: str) -> None:
+    """Unloaded behind the frontend, which still knows it as a model."""
+    assert names_of(path, BASE[path], {})("routing.lora_name") == "model"
+
+
 @pytest.mark.parametrize(
     ("fields", "path", "name"),
     [
