@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from adapters.pipe.fusion_rules import FusionRule, get_default_fusion_rules
 from adapters.pipe.legalization import legalize_one
@@ -10,6 +11,8 @@ from adapters.pipe.op import Op
 from adapters.pipe.processors import LogitsProcessor
 from adapters.pipe.types import TensorType
 from adapters.pipe.validators import CompileError, ValidityCheck, get_default_validity_checks, type_chain_rule
+
+T = TypeVar("T")
 
 
 class Compiler:
@@ -150,11 +153,31 @@ def is_of_processors(rule: FusionRule) -> bool:
     raise CompileError(f"The pattern of a fusion rule must be classes of ops or classes of processors, got ({names})")
 
 
+def listed_rules(given: Sequence[FusionRule] | None) -> list[FusionRule]:
+    """``custom_fusion_rules`` as a list. Raises `TypeError` for what is none."""
+    return _listed("custom_fusion_rules", given, "a FusionRule", lambda item: isinstance(item, FusionRule))
+
+
+def listed_checks(given: Sequence[ValidityCheck] | None) -> list[ValidityCheck]:
+    """``custom_validity_checks`` as a list. Raises `TypeError` for what is none."""
+    return _listed("custom_validity_checks", given, "a function of the ops", callable)
+
+
+def _listed(name: str, given: Sequence[T] | None, kind: str, is_right: Callable[[object], bool]) -> list[T]:
+    if given is not None and not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a list, got {type(given).__name__}")
+    items = list(given or ())
+    for index, item in enumerate(items):
+        if not is_right(item):
+            raise TypeError(f"{name}[{index}] must be {kind}, got {type(item).__name__}")
+    return items
+
+
 def _compiler(rules: Sequence[FusionRule] | None, checks: Sequence[ValidityCheck] | None) -> Compiler:
     compiler = Compiler()
-    for rule in rules or ():
+    for rule in listed_rules(rules):
         compiler.register_fusion_rule(rule)
-    for check in checks or ():
+    for check in listed_checks(checks):
         compiler.register_validity_check(check)
     return compiler
 

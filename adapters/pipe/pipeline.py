@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adapters.contract import ShapingProcessor
-from adapters.pipe.compiler import compile_processors
+from adapters.pipe.compiler import compile_processors, listed_checks, listed_rules
 from adapters.pipe.fusion_rules import FusionRule, joint_rule
 from adapters.pipe.legalization import LegalizationError, infer_initial_type, legalize_processors
 from adapters.pipe.op import Op
@@ -42,7 +42,7 @@ class LogitsPipe:
         compiled_ops: The fused ops, None until compiled.
 
     Raises:
-        TypeError: an item is no processor.
+        TypeError: an item is no processor, or what is given beside them no rule or check.
         ValueError: the processors make no chain; ``__cause__`` is the `LegalizationError` or
             `CompileError`.
     """
@@ -58,8 +58,8 @@ class LogitsPipe:
         if not processors:
             raise ValueError("Pipeline cannot be empty")
         self.processors = [as_processor(item) for item in processors]
-        self._rules = list(custom_fusion_rules or ())
-        self._checks = list(custom_validity_checks or ())
+        self._rules = listed_rules(custom_fusion_rules)
+        self._checks = listed_checks(custom_validity_checks)
         self.compiled_ops: list[Op] | None = None
         try:
             self._initial_type = input_type or infer_initial_type(self.processors)
@@ -82,11 +82,12 @@ class LogitsPipe:
         """Checks and fuses the ops, with these rules and checks beside the constructor's.
 
         Raises:
+            TypeError: what is given is no rule or check.
             ValueError: they do not compile; ``__cause__`` is the `CompileError` or
                 `LegalizationError`. What a custom check or rule raises otherwise is not touched.
         """
-        rules = [*self._rules, *(custom_fusion_rules or ())]
-        checks = [*self._checks, *(custom_validity_checks or ())]
+        rules = [*self._rules, *listed_rules(custom_fusion_rules)]
+        checks = [*self._checks, *listed_checks(custom_validity_checks)]
         try:
             self.compiled_ops = compile_processors(self.processors, self._initial_type, self.ops, rules, checks)
         except (CompileError, LegalizationError) as error:

@@ -185,6 +185,14 @@ def test_a_wall_clock_timeout_does_not_blame_the_grammar() -> None:
         assert verdict(sandbox, GOOD).outcome == "compiled"
 
 
+def test_a_child_that_cannot_begin_does_not_blame_the_grammar() -> None:
+    """As where the system has no thread left; a stack of one byte is refused by each."""
+    with GrammarSandbox(tables, stack_bytes=1) as sandbox:
+        with pytest.raises(SandboxBusy, match="starts no thread"):
+            sandbox.submit(GOOD).result(100)
+        assert sandbox.counts == {"busy": 1}
+
+
 def test_a_full_queue_refuses_at_once() -> None:
     with GrammarSandbox(tables, **ENDLESS, max_waiting=2, max_wait_s=FOREVER_S) as sandbox:
         bombs = [sandbox.submit(SLOW, "one client") for _ in range(8)]

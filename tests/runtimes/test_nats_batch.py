@@ -354,7 +354,9 @@ async def test_the_command(
     assert status["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
     assert await asyncio.to_thread(main, ["results", batch, "-o", str(tmp_path / "out.jsonl"), *url]) == 0
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
+    capsys.readouterr()
     assert await asyncio.to_thread(main, ["cancel", batch, *url]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "completed"  # nothing was left to cancel
 
 
 async def killed_at_random(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_frontdoor_tool_texts import WHOLE
 
+from worker.frontdoor.messages.conversation import Conversation
 from worker.frontdoor.responses.items import input_items
 from worker.frontdoor.responses.messages import Messages
 from worker.frontdoor.tool_texts import write_tools_as_text
@@ -91,3 +92,15 @@ def test_texts_of_many_items_are_joined_once(item: dict[str, Any], key: str) -> 
     assert thread_time() - began_s < 1.5
     (message,) = made.messages
     assert message[key].count("\n\n") == 100_000 - 1
+
+
+def test_texts_beside_a_picture_are_joined_once() -> None:
+    """Joined with each part, so many took seconds."""
+    picture = ("picture", {"type": "image_url", "image_url": {"url": "https://pictures.example/a.png"}})
+    texts = [(str(place), {"type": "text", "text": "a" * 99}) for place in range(30_000)]
+    made, began_s = Conversation(), thread_time()
+    made.add_user("messages[0]", [*texts, picture, *texts])
+    assert thread_time() - began_s < 1.5
+    (message,) = made.messages
+    assert [len(part.get("text", "")) for part in message["content"]] == [3_000_000 - 1, 0, 3_000_000 - 1]
+    assert made.pictures == {"messages[0].content[1]": "picture"}

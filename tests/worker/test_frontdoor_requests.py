@@ -684,6 +684,7 @@ GUIDES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"name": "json_schema", "args": {"schema": {"type": "object"}}},
     ),
     (CHAT, {"guided_json": {"type": "array"}}, {"name": "json_schema", "args": {"schema": {"type": "array"}}}),
+    (CHAT, {"guided_json": '{"type": "array"}'}, {"name": "json_schema", "args": {"schema": {"type": "array"}}}),
     (COMPLETIONS, {"guided_regex": "a+"}, {"name": "regex", "args": {"pattern": "a+"}}),
     (COMPLETIONS, {"guided_choice": ["a", "b"]}, {"name": "choice", "args": {"choices": ["a", "b"]}}),
     (COMPLETIONS, {"guided_grammar": 'start: "a"'}, {"name": "grammar", "args": {"lark": 'start: "a"'}}),
@@ -706,6 +707,7 @@ def test_guides_become_processors_where_requests_migrate(
         ({}, {"response_format": {"type": "text"}}),
         ({}, {"response_format": SCHEMA, "tools": [TOOL]}),
         ({}, {"guided_json": {"enum": ["x" * 40_000]}}),
+        ({}, {"guided_json": '{"type": "array", "type": "object"}'}),
         ({METADATA_HEADER: b'{"version": 1, "processors": []}'}, {"response_format": SCHEMA}),
     ],
 )
@@ -719,6 +721,12 @@ def test_a_guide_that_is_refused_goes_by_its_own_name() -> None:
     with pytest.raises(Refused) as caught:
         rewritten(COMPLETIONS, body, {}, CATALOG, carries_guides=True)
     assert str(caught.value.param).startswith("guided_choice")
+
+
+@pytest.mark.parametrize("path", BASE)
+def test_an_adapter_that_is_gone_is_the_model(path: str) -> None:
+    """Unloaded behind the frontend, which still knows it as a model."""
+    assert names_of(path, BASE[path], {})("routing.lora_name") == "model"
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,13 @@ def test_fields_of_vllm_are_read_or_refused_by_name(fields: dict[str, Any]) -> N
     assert field is not None or "unknown" not in {*fields, *fields["sampling_params"]}
 
 
+@pytest.mark.parametrize("schema", ['{"const": NaN}', '{"maximum": 1e999}', '{"type": "array", "type": "object"}', "{"])
+def test_a_schema_that_two_parsers_read_differently(schema: str) -> None:
+    fields = {"text": "a", "sampling_params": {"json_schema": schema}}
+    with pytest.raises(FieldRefused, match=r"^sampling_params\.json_schema: must be a text with a JSON Schema: "):
+        sglang_request.read(fields)
+
+
 def test_weight_versions_in_vllms_form() -> None:
     versions = [{"version": "6", "from_token": 0}, {"version": "7", "from_token": 4}]
     assert spans(versions, 9) == [

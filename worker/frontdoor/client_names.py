@@ -89,6 +89,8 @@ def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:
             return "messages" if endpoint == CHAT else "prompt"
         if path == "annotations":
             return _annotation(fields)
+        if path == "routing.lora_name":  # an adapter is chosen as a model
+            return "model"
         found = _IN_SECTION.fullmatch(path)
         if found is None:
             return told_path(path, fields.get("messages"))

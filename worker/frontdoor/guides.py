@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from adapters.catalog import MAX_BYTES
+from adapters.strict_json import decoder
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, stands_for
 
@@ -16,6 +17,8 @@ _PROCESSORS = {
     "guided_choice": ("choice", "choices"),
 }
 """Field → the processor that it runs as, and the argument for its value."""
+
+_STRICT_JSON = decoder()
 
 LONGEST = MAX_BYTES // 2
 """Characters of JSON; a longer guide stays where it is, because a selection has less room."""
@@ -43,6 +46,11 @@ def _processor(name: str, value: Any) -> dict[str, Any] | None:
         return None
     if name in _PROCESSORS:
         processor, argument = _PROCESSORS[name]
+        if name == "guided_json" and isinstance(value, str):
+            try:
+                value = _STRICT_JSON.decode(value)
+            except (ValueError, RecursionError):  # it stays, and the worker says what is wrong with it
+                return None
         return {"name": processor, "args": {argument: value}}
     if value["type"] == "text":
         return None

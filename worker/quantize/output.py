@@ -69,7 +69,11 @@ def _write(files: WeightFiles, to: str, directory: Path, config: dict[str, Any])
     heads = {_EMBEDDING, _HEAD} if config.get("tie_word_embeddings") else {_HEAD}
     for file in files.files:
         target = directory / file.replace("/", "-")
-        save_file(_quantised(_tensors(files.directory / file), to, heads), target, {"format": "pt"})
+        quantised = _quantised(_tensors(files.directory / file), to, heads)
+        try:
+            save_file(quantised, target, {"format": "pt"})
+        except SafetensorError as error:  # of the system's, too
+            raise OSError(f"{target.name}: {error}") from None
     for path in sorted(files.directory.iterdir()):
         if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
             shutil.copyfile(path, directory / path.name)

@@ -110,6 +110,8 @@ class Jobs:
         self._queue.remove(job)
         if number == signal.SIGKILL:  # the system's out-of-memory killer: this process kills removed jobs only
             self.fail(job, SandboxBusy("the system has no memory to compile it"))
+        elif not number and status:  # before it compiled: the grammar has no part in that
+            self.fail(job, SandboxBusy("the system starts no thread to compile it"))
         else:
             self._resolve(job, self.limits.verdict(number, result))
 

@@ -200,6 +200,27 @@ def test_rules_that_cannot_work() -> None:
     assert isinstance(raised.value.__cause__, CompileError)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"custom_fusion_rules": [rule((Temperature, Softmax), 0), 3]},
+            r"custom_fusion_rules\[1\] must be a FusionRule",
+        ),
+        ({"custom_fusion_rules": 3}, "custom_fusion_rules must be a list, got int"),
+        ({"custom_validity_checks": [3]}, r"custom_validity_checks\[0\] must be a function of the ops, got int"),
+        ({"custom_validity_checks": 3}, "custom_validity_checks must be a list, got int"),
+    ],
+)
+def test_what_is_no_rule_or_check_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{said}"):
+        LogitsPipe([Temperature(), Softmax()], compile=False, **given)
+    with pytest.raises(TypeError, match=f"^{said}"):
+        LogitsPipe([Temperature(), Softmax()]).compile(**given)
+    with pytest.raises(TypeError, match=f"^{said}"):
+        compile_pipeline([TemperatureOp(), SoftmaxOp()], **given)
+
+
 def test_a_rule_that_matches_its_own_result_ends() -> None:
     again = FusionRule((FlipOp,), lambda window: True, lambda window: FlipOp(), 200)
     pipe = LogitsPipe([Ops(FlipOp(), FlipOp())], custom_fusion_rules=[again])

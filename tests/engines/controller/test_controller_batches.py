@@ -155,6 +155,29 @@ def test_a_batch_that_scores_prompts_alone(controller: TextGenerationController)
         assert all(list(one) == list(two) for one, two in tops)
 
 
+class Counted(str):
+    """An id that counts how often ids are compared."""
+
+    num_comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_comparisons += 1
+        return super().__eq__(other)
+
+
+def test_ids_of_many_requests_are_not_compared_with_each_other(controller: TextGenerationController) -> None:
+    """Each new one was compared with all pairs of those that wait."""
+    ids = [Counted(f"rollout {number}") for number in range(60)]
+    for request_id in ids:
+        controller.add_request(InferenceRequest(request_id=request_id, prompt_tokens=[5]))
+    assert Counted.num_comparisons < 20 * len(ids)
+    with pytest.raises(ValueError, match="id 'rollout 7' is taken"):
+        controller.add_request(InferenceRequest(request_id=ids[7], prompt_tokens=[5]))
+    for request_id in ids:
+        controller.abort_request(request_id)
+
+
 def test_limits_of_a_static_batch(controller: TextGenerationController) -> None:
     with pytest.raises(MaxSequenceLengthOverflowError, match="2048"):
         controller.generate_all_output_tokens_static_batch(batch(num_tokens_to_generate=4096))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import shutil
 from functools import partial
 from itertools import product
@@ -358,3 +359,19 @@ class TestCommand:
         assert main(["quantize", str(source), "--to", "int8", "--output", str(target)]) == 1
         assert reason in capsys.readouterr().err
         assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+    def test_a_full_disk_is_one_line_that_names_the_file(
+        self, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        target = tmp_path / "written"
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+        try:
+            status = main(["quantize", str(checkpoints["llama"]), "--to", "int8", "--output", str(target)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        [line] = capsys.readouterr().err.splitlines()
+        assert status == 1
+        assert "error: model.safetensors: " in line
+        assert "File too large" in line
+        assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ async def test_spoilt_checkpoints(checkpoint: Path, spoil: Callable[[Path], obje
     [
         ({"context_length": 4096}, "--context-length 4096 is above the model's own limit of 2048"),
         ({"context_length": 1}, "--context-length must be at least 2"),
+        ({"max_num_seqs": "x"}, "--max-num-seqs must be an integer, got 'x'"),
+        ({"max_num_seqs": True}, "--max-num-seqs must be an integer, got True"),
         ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
         ({"max_queue": -1}, "--max-queue must be at least 0"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "--max-num-batched-tokens 8 is below --max-num-seqs 9"),
@@ -124,6 +127,19 @@ async def test_spoilt_checkpoints(checkpoint: Path, spoil: Callable[[Path], obje
 )
 async def test_settings(checkpoints: dict[str, Path], changes: dict[str, Any], said: str) -> None:
     assert (await complaint(checkpoints["llama"], **changes)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [field for field in fields(EmbeddedConfig) if field.name != "speculative_config"],  # read by its own class
+    ids=lambda field: field.name,
+)
+@pytest.mark.parametrize("value", [object(), 1.5j, {"a": 1}, [3]], ids=lambda value: type(value).__name__)
+def test_a_setting_of_another_type_is_named(field: Field[Any], value: object) -> None:
+    config = EmbeddedConfig(**({"model_path": "unused"} | {field.name: value}))  # type: ignore[arg-type]
+    flag = {"role": "--disaggregation-mode"}.get(field.name, f"--{field.name.replace('_', '-')}")
+    with pytest.raises(StartupError, match=f"^{flag} must be "):
+        config.check()
 
 
 async def test_a_context_that_does_not_fit_into_memory(

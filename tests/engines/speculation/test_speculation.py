@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
 import re
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +45,8 @@ from adapters.contract import Context, Reads, Stage, SteeringProcessor, Unsatisf
 from adapters.processors.forcing import ForcedSequence
 from adapters.testing.kit_model import KEY_ID, kit_context
 from adapters.vocabulary import Vocabulary
-from worker.engines import TokenDelta
-from worker.engines.embedded import Engine, Plan, Request
+from worker.engines import EngineRequest, TokenDelta
+from worker.engines.embedded import EmbeddedEngine, Engine, Plan, Request
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
@@ -332,6 +334,7 @@ def test_a_draft_model_reads_its_own_kv_however_its_drafts_end() -> None:
     assert decode(model, asked, draft) == plain
     proposers.clear()
     gc.collect()
+    draft_model.check_integrity([])
     assert draft_model.cache.num_available == draft_model.cache.num_pages
 
 
@@ -560,6 +563,38 @@ async def test_served_answers_and_counts(start_engine: StartEngine) -> None:
     found = registry.get_sample_value("dlw_speculation_proposed_tokens_total", {"proposer": "ngram"})
     assert found == proposed > 0
     assert registry.get_sample_value("dlw_speculation_accepted_tokens_total", {"proposer": "ngram"}) == accepted
+
+
+async def test_the_step_thread_alone_frees_drafted_pages(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer of a stream may be the last one that has its request."""
+    threads = set[str]()
+    free = KvCache.free
+
+    def noted(cache: KvCache, sequence: Request) -> None:
+        threads.update([threading.current_thread().name] if sequence.pages else [])
+        free(cache, sequence)
+
+    monkeypatch.setattr(KvCache, "free", noted)
+    drafts = {"method": "draft_model", "model": str(checkpoints["llama"])}
+    engine = EmbeddedEngine(
+        config(model_path=checkpoints["llama"], context_length=256, packed_copy="off", speculative_config=drafts)
+    )
+    await engine.start()
+    try:
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        slow = engine.generate(EngineRequest("a", [5] * 8, params))
+        await anext(slow)
+        while engine.num_unfinished():
+            await asyncio.sleep(0.01)
+        await collect(engine, "b", [6] * 8, params)  # the step thread forgets the first one
+        await slow.aclose()
+        del slow
+        await collect(engine, "c", [7] * 8, params)
+        assert threads == {"embedded-step"}
+    finally:
+        await engine.stop()
 
 
 async def test_a_wrong_setting_stops_the_start(start_engine: StartEngine) -> None:

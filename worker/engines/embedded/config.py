@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ class EmbeddedConfig:
 
     def check(self) -> None:
         """Raises `StartupError` naming the flag if a value cannot be served, whatever the model."""
+        self._check_types()
         for flag, value, minimum in (
             ("--max-num-seqs", self.max_num_seqs, 1),
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1),
@@ -157,6 +159,38 @@ class EmbeddedConfig:
             raise StartupError(f"--packed-copy must be auto, off or an absolute path, got {self.packed_copy!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise StartupError(f"--dtype must be auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def _check_types(self) -> None:
+        for one in fields(self):
+            value, flag = getattr(self, one.name), _FLAGS.get(one.name, f"--{one.name.replace('_', '-')}")
+            expected, is_right = _OF_TYPE.get(str(one.type), ("", lambda value: True))
+            if not is_right(value):
+                raise StartupError(f"{flag} must be {expected}, got {value!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _are_modules(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(
+        isinstance(each, tuple | list) and len(each) == 2 and all(isinstance(part, str | Path) for part in each)
+        for each in value
+    )
+
+
+_FLAGS = {"role": "--disaggregation-mode"}
+
+_OF_TYPE: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("an integer", _is_integer),
+    "int | None": ("an integer", lambda value: value is None or _is_integer(value)),
+    "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "str | Path": ("a path", lambda value: isinstance(value, str | Path)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[tuple[str, str], ...]": ("pairs of a name and a directory", _are_modules),
+}
+"""Kinds of values that fields may have, by their annotation."""
 
 
 def resolve_device(device: str) -> torch.device:

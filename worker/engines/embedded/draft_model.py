@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from weakref import WeakSet
@@ -56,19 +57,31 @@ class DraftModel:
         self.cache = KvCache(num_pages, page_size, block_size, is_dense=False, of_draft_model=True)
         self._max_drafted_pages = min(num_drafted * longest, num_pages - kept)
         self._drafted: WeakSet[Request] = WeakSet()
+        self._ended: deque[Request] = deque()  # drafts whose pages are to be freed
         self._copies: list[PageCopy] = []
 
     def begin_draft(self, request: Request) -> Request:
-        """An empty sequence in which tokens of a request are drafted; its pages are freed by the
-        caller.
-        """
+        """An empty sequence in which tokens of a request are drafted, until `end_draft`."""
         plain = replace(request, chain=None, tap=None, adapter=None, companion=None, by_draft_model=True)
         own = replace(plain, tokens=[], pages=[], num_computed=0, block_hashes=[], cached_blocks=[])
         self._drafted.add(own)
         return own
 
+    def end_draft(self, sequence: Request) -> None:
+        """Let the pages of a sequence of `begin_draft` be freed before the next one is taken.
+
+        May be called in any thread: a request's consumer may be the last one that has the request,
+        and the pages are those of the thread that computes.
+        """
+        self._ended.append(sequence)
+
+    def _free_ended(self) -> None:
+        while self._ended:
+            self.cache.free(self._ended.popleft())
+
     def append_draft_page(self, sequence: Request) -> bool:
         """Give a sequence of `begin_draft` one more page; False if those have all of theirs."""
+        self._free_ended()
         owned = sum(len(one.pages) for one in self._drafted)
         return owned < self._max_drafted_pages and self.cache.append_page(sequence)
 
@@ -87,4 +100,5 @@ class DraftModel:
 
     def check_integrity(self, companions: Iterable[Request], *, whole: bool = True) -> None:
         """The pages are owned by `companions` and by drafts; see `KvCache.check_integrity`."""
+        self._free_ended()
         self.cache.check_integrity([*companions, *self._drafted], whole=whole)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from worker.frontdoor import values
@@ -58,13 +59,12 @@ class Conversation:
             self.add(path, "user", "\n".join(part["text"] for _, part in parts))
             return
         content: list[Object] = []
-        for place, part in parts:
-            if part["type"] != "text":
+        for are_texts, alike in groupby(parts, lambda each: each[1]["type"] == "text"):
+            if are_texts:
+                content.append({"type": "text", "text": "\n".join(part["text"] for _, part in alike)})
+                continue
+            for place, part in alike:
                 self.pictures[f"messages[{len(self.messages)}].content[{len(content)}]"] = place
-                content.append(part)
-            elif content and content[-1]["type"] == "text":
-                content[-1]["text"] += "\n" + part["text"]
-            else:
                 content.append(part)
         self.add(path, "user", content)
 

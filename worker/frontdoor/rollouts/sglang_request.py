@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
+from adapters.strict_json import decoder
 from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.completions.asked import MAX_PROMPTS
 from worker.frontdoor.errors import FieldRefused
@@ -94,6 +94,8 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "routed_dp_rank")
     },
 }
+
+_STRICT_JSON = decoder()
 
 NAMES = {
     **{ours: f"sampling_params.{theirs}" for theirs, ours in SAMPLING.items()},
@@ -243,8 +245,9 @@ def _adapt(completion: Body) -> None:
         raise FieldRefused("sampling_params.temperature", f"must be a number, got {printable(str(temperature))}")
     if isinstance(completion.get("guided_json"), str):
         try:
-            completion["guided_json"] = json.loads(completion["guided_json"])
-        except (ValueError, RecursionError):
-            raise FieldRefused("sampling_params.json_schema", "must be a text with a JSON Schema") from None
+            completion["guided_json"] = _STRICT_JSON.decode(completion["guided_json"])
+        except (ValueError, RecursionError) as error:
+            problem = f"must be a text with a JSON Schema: {printable(str(error))}"
+            raise FieldRefused("sampling_params.json_schema", problem) from None
     if completion.get("stop") in ([], ""):
         del completion["stop"]

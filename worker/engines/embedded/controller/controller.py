@@ -267,10 +267,11 @@ class TextGenerationController(PaddedBatches, Streaming):
 
     def _add(self, requests: Sequence[InferenceRequest], streams: Mapping[RequestId, TokenStream]) -> None:
         """Check all, then queue all."""
-        taken = [one.request.request_id for one in self._running.values()] + [one.request_id for one in requests]
-        for request_id in taken:
-            if taken.count(request_id) > 1:
+        taken = {one.request.request_id for one in self._running.values()}
+        for request_id in (one.request_id for one in requests):
+            if request_id in taken:
                 raise ValueError(f"request id {request_id!r} is taken")
+            taken.add(request_id)
         prompts = [self._prompt_tokens(one) for one in requests]
         for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             self._check_length(f"prompts[{index}]", request.sampling_params, len(prompt))

@@ -37,7 +37,7 @@ class DraftModelProposer:
         self._model = draft_model
         self._own = draft_model.begin_draft(request)
         self._num_known = 0  # tokens that were a history; those behind were drafted
-        weakref.finalize(self, draft_model.cache.free, self._own)
+        weakref.finalize(self, draft_model.end_draft, self._own)
 
     def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""

@@ -89,12 +89,14 @@ class BatchStatus:
 
     @property
     def state(self) -> str:
-        """``submitting``, ``in_progress``, ``completed`` or ``cancelled``."""
+        """``submitting``, ``in_progress``, ``completed``, also if it was cancelled after that, or
+        ``cancelled``.
+        """
+        if self.num_answered >= self.record.num_requests > 0:
+            return "completed"
         if self.record.cancelled:
             return "cancelled"
-        if not self.record.num_requests:
-            return "submitting"
-        return "completed" if self.num_answered >= self.record.num_requests else "in_progress"
+        return "in_progress" if self.record.num_requests else "submitting"
 
 
 def read_lines(lines: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
