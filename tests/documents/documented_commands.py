@@ -178,9 +178,10 @@ def _check_python(given: list[str], variables: Mapping[str, str], *, is_cut: boo
     elif module == "dynamo.frontend":
         with patch.object(sys, "argv", ["frontend", *rest]):
             importlib.import_module("dynamo.frontend.main").parse_args()
+    elif module == "adapters":
+        _check_argparse(lambda: importlib.import_module("adapters.command").main(rest))
     elif module not in ("pip", "pytest"):
-        main = importlib.import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
-        _check_argparse(lambda: main.main(rest))
+        _check_argparse(lambda: importlib.import_module(module).main(rest))
 
 
 def _check_worker(given: list[str], added: list[str], variables: Mapping[str, str]) -> None:
