@@ -76,9 +76,11 @@ def test_what_lacks_is_said(tmp_path: Path, name: str, level: str, file: str, te
     assert bool(found.mend) == (level != "ok")
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group_of", ["", "system.slice/worker.service/"])
+def test_a_containers_limit_counts(group_of: str, tmp_path: Path) -> None:
     group = {"memory.max": str(2**30), "memory.current": "0", "memory.stat": "inactive_file 0\n"}
-    found = look(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in group.items()})["memory"]
+    files: dict[str, str | None] = {f"sys/fs/cgroup/{group_of}{name}": text for name, text in group.items()}
+    found = look(tmp_path, {**files, "proc/self/cgroup": f"0::/{group_of}\n"})["memory"]
     assert (found.level, found.found) == ("lacks", "1.0 GiB free below the container's limit")
 
 
