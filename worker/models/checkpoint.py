@@ -251,7 +251,7 @@ class _Progress:
 @contextlib.contextmanager
 def _locked(path: Path, name: str, say: Say) -> Iterator[None]:
     """Hold the lock at `path`; the kernel gives it back if the process dies."""
-    with path.open("a+b") as lock:  # without "+", a pipe is opened once another process reads it
+    with path.open("a+b") as lock:  # with "+" the opening of a pipe waits for nobody
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
