@@ -135,6 +135,14 @@ def test_requirements_are_those_of_the_distribution() -> None:
     assert "tensorrt-llm>=" in found["extra trtllm"].found
 
 
+def test_a_checkout_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.doctor.packages.DISTRIBUTION", "of-no-such-name")
+    found = {each.name: each for each in packages()}
+    assert found["packages"].level == "note"
+    assert "of-no-such-name is not installed" in found["packages"].found
+    assert "ai-dynamo" in found
+
+
 def test_other_versions_than_the_pins_are_named() -> None:
     text = "# comment\nhypothesis==0.0.1\nno-such-package==3\ntorch>=2  # any\npytest==1; python_version < '3'\n"
     found = pinned(text)

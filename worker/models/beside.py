@@ -218,7 +218,7 @@ def keep(path: Path, write: Callable[[Path], None]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # It stays there: what is removed could be locked twice. With "+", opening a pipe waits for nobody.
+    # It stays there: what is removed could be locked twice. "+" waits for no reader of a pipe.
     with path.with_suffix(".lock").open("a+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with work_directory(path.parent, f"partial-{path.stem}-") as work:
