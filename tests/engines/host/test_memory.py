@@ -50,7 +50,7 @@ def test_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
 def test_the_strictest_group_above_counts(tmp_path: Path) -> None:
     """As a service of the system has it, which is in no container."""
     groups = {"a": ("3000", "100"), "a/b": ("max", "0"), "a/b/c": ("1", "0")}
-    files = {}
+    files: dict[str, str] = {}
     for name, (limit, used) in groups.items():
         files |= {f"{name}/memory.max": limit, f"{name}/memory.current": used, f"{name}/memory.stat": ""}
     root, own = write(tmp_path / "2", files), write(tmp_path, {"own": "0::/a/b\n"}) / "own"
