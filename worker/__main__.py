@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             serve, server = _RUNTIMES[built.arguments.runtime](built)
     except ConfigurationError as error:
         return _complain(error, EXIT_CONFIGURATION)
-    except StartupError as error:
+    except (StartupError, OSError) as error:  # the system's own reasons name the file
         return _complain(error, EXIT_FAILURE)
     return _served(serve, server)
 

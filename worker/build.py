@@ -109,14 +109,15 @@ def check_model(arguments: Arguments) -> None:
     from worker.models.named import DEFAULT, TINY
 
     path = Path(arguments.model_path)
+    file = find_gguf(path)
     if not path.exists():
         made = "; launch/agg.sh makes that model, and serves it" if arguments.model_path in (DEFAULT, TINY) else ""
         raise StartupError(f"--model-path {path}: no such directory{made}")
-    if find_gguf(path) is None and not (path / "config.json").is_file():
+    if file is None and not (path / "config.json").is_file():
         raise StartupError(f"--model-path {path}: no config.json, so not a Hugging Face checkpoint")
     template = arguments.custom_jinja_template
-    if template is not None and not Path(template).is_file():
-        raise StartupError(f"--custom-jinja-template {template}: no such file")
+    if template is not None and not os.path.isfile(template):  # pathlib raises where this user may not look
+        raise StartupError(f"--custom-jinja-template {template}: no such file that can be read")
 
 
 def with_checkpoint(arguments: Arguments) -> Arguments:

@@ -16,7 +16,7 @@ import pytest
 from gguf_files import Source
 
 from worker.errors import StartupError
-from worker.models import DEFAULT_MODEL, convert_gguf, model_cache, prepare_default_model
+from worker.models import DEFAULT_MODEL, checkpoint, convert_gguf, model_cache, prepare_default_model
 from worker.tiny_model import write_tiny_model
 
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
@@ -53,6 +53,24 @@ def test_another_file_is_another_checkpoint(file: Path, tmp_path: Path) -> None:
     first = convert_gguf(file, tmp_path / "cache", lambda line: None)
     Source(write_tiny_model(tmp_path / "other", seed=1)).write(file)
     assert convert_gguf(file, tmp_path / "cache", lambda line: None) != first
+
+
+def test_a_file_that_is_replaced_meanwhile_is_not_kept(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the digest of one would name the weights of the other, for ever."""
+    other = Source(write_tiny_model(tmp_path / "other", seed=1)).write(tmp_path / "other.gguf")
+    digest = checkpoint._digest
+
+    def replaced(paths: list[Path]) -> str:
+        found = digest(paths)
+        other.replace(file)
+        return found
+
+    monkeypatch.setattr(checkpoint, "_digest", replaced)
+    with pytest.raises(StartupError, match="it has changed while it was read; start again"):
+        convert_gguf(file, tmp_path / "cache", lambda line: None)
+    assert not list((tmp_path / "cache").glob("*/*"))
 
 
 def test_processes_that_start_together_convert_once(file: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerF
 
 from adapters.processors.grammar import tokenizer_tables
 from adapters.vocabulary import CopiedTokenizer, Vocabulary, thinking_tags
-from worker.models.beside import DIRECTORY, copies_of
+from worker.models.beside import DIRECTORY, copies_of, file_digests
 from worker.models.tokenizer_copy import load_vocabulary
 from worker.tiny_model import write_tiny_model
 
@@ -197,6 +198,26 @@ def test_a_damaged_one_is_made_again(content: bytes, tmp_path: Path) -> None:
         assert load_vocabulary(tmp_path, 400, (1,)).token_bytes == own.token_bytes
         assert path.read_bytes() == whole
     assert sorted(each.name for each in path.parent.iterdir()) == ["tokenizer.json", "tokenizer.lock"]
+
+
+def in_place_of(path: Path, kind: str) -> None:
+    """Put what is no regular file where one is."""
+    path.unlink(missing_ok=True)
+    {"pipe": os.mkfifo, "directory": os.mkdir, "loop": lambda here: os.symlink(here, here)}[kind](path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "directory", "loop"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.lock", "digests.json", "digests.lock"])
+def test_a_start_waits_for_nothing_beside_a_checkpoint(kind: str, name: str, tmp_path: Path) -> None:
+    """A pipe would block its reader, and one that writes to it, for ever."""
+    byte_level().save_pretrained(tmp_path)
+    own, _ = pair(tmp_path)
+    in_place_of(tmp_path / DIRECTORY / name, kind)
+    (tmp_path / "added.json").touch()  # so that it is made again
+    for _ in range(2):
+        assert load_vocabulary(tmp_path, 400, (1,)).token_bytes == own.token_bytes
+    assert file_digests(tmp_path, [tmp_path / "tokenizer.json"], tmp_path / DIRECTORY)
 
 
 def test_where_none_can_be_written_there_is_transformers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,9 +76,11 @@ def test_what_lacks_is_said(tmp_path: Path, name: str, level: str, file: str, te
     assert bool(found.mend) == (level != "ok")
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group_of", ["", "system.slice/worker.service/"])
+def test_a_containers_limit_counts(group_of: str, tmp_path: Path) -> None:
     group = {"memory.max": str(2**30), "memory.current": "0", "memory.stat": "inactive_file 0\n"}
-    found = look(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in group.items()})["memory"]
+    files: dict[str, str | None] = {f"sys/fs/cgroup/{group_of}{name}": text for name, text in group.items()}
+    found = look(tmp_path, {**files, "proc/self/cgroup": f"0::/{group_of}\n"})["memory"]
     assert (found.level, found.found) == ("lacks", "1.0 GiB free below the container's limit")
 
 
@@ -131,6 +133,14 @@ def test_requirements_are_those_of_the_distribution() -> None:
     assert found["packages"].level == "ok"
     assert found["extra trtllm"].level == "note"  # cannot be installed beside the tests
     assert "tensorrt-llm>=" in found["extra trtllm"].found
+
+
+def test_a_checkout_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.doctor.packages.DISTRIBUTION", "of-no-such-name")
+    found = {each.name: each for each in packages()}
+    assert found["packages"].level == "note"
+    assert "of-no-such-name is not installed" in found["packages"].found
+    assert "ai-dynamo" in found
 
 
 def test_other_versions_than_the_pins_are_named() -> None:

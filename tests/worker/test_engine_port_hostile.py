@@ -120,6 +120,16 @@ async def test_lies_about_a_body(trainer: Trainer, lie: str) -> None:
     assert await trainer.tell("get_weight_version") == before
 
 
+async def test_what_cannot_be_looked_at_is_no_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    for path, said in ((tmp_path / (300 * "x"), "File name too long"), (tmp_path, "it has 2 GGUF files")):
+        fields = json.dumps({"model_path": str(path)}).encode()
+        status, answer = await trainer.ask("/engine/update_weights_from_disk", fields)
+        assert status == 400, answer
+        assert said in str(answer)
+
+
 async def test_a_pipe_is_no_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     """Its reader would wait for ever, and no update could come after it."""
     (tmp_path / "directory").mkdir()

@@ -16,8 +16,10 @@ import worker.installation as checks
 import worker.models
 from worker.arguments import Arguments, parse_arguments
 from worker.build import Built, check_model, with_hub_model
-from worker.errors import ConfigurationError, StartupError
+from worker.engines.lora_adapters import read_adapters
+from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.runtimes.dynamo_engine import WorkerEngine
+from worker.tiny_model import write_tiny_model
 
 
 def arguments(*argv: str) -> Arguments:
@@ -72,6 +74,42 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     check()
     with pytest.raises(StartupError, match=r"--custom-jinja-template /nowhere\.jinja: no such file"):
         check("--custom-jinja-template", "/nowhere.jinja")
+
+
+UNREADABLE = "/tmp/" + 300 * "x"
+"""A path at which nobody may look: no file system has names that long."""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model-path", UNREADABLE], f"--model-path {UNREADABLE}: cannot be read: File name too long"),
+        (["--custom-jinja-template", UNREADABLE], f"--custom-jinja-template {UNREADABLE}: no such file that can be"),
+        (["--lora-modules", f"mine={UNREADABLE}"], "--lora-modules: mine: must be the directory of an adapter, got"),
+    ],
+)
+def test_a_path_at_which_nobody_may_look_is_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    chosen = parse_arguments([*argv, *([] if "--model-path" in argv else ["--model-path", str(tmp_path)])], {})
+
+    def check() -> None:
+        check_model(chosen)
+        read_adapters(chosen.lora_modules, str(tmp_path))
+
+    with pytest.raises(ServingError) as caught:
+        check()
+    assert str(caught.value).startswith(said)
+
+
+def test_what_the_system_refuses_a_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(argv: object) -> Built:
+        raise PermissionError(13, "Permission denied", "/a")
+
+    monkeypatch.setattr(program, "build", refuse)
+    assert program.main(["--model-path", "/a"]) == 1
+    assert capsys.readouterr().err == "worker: error: [Errno 13] Permission denied: '/a'\n"
 
 
 def test_a_revision_is_of_an_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,10 +101,13 @@ def _instructions() -> Iterator[Finding]:
 def _memory(root: Path) -> Finding:
     available = re.search(r"^MemAvailable:\s*([0-9]+)", _text(root / "proc/meminfo"), re.MULTILINE)
     free = int(available[1]) * 1024 if available else 0
-    contained = free_in_container(root / "sys/fs/cgroup")
+    contained = free_in_container(root / "sys/fs/cgroup", root / "proc/self/cgroup")
     where = "free"
     if contained is not None and contained < free:
         free, where = contained, "free below the container's limit"
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY and addresses < free:
+        free, where = addresses, "of address space (ulimit -v)"
     if free < SMALLEST_MEMORY:
         mend = f"at least {_size(SMALLEST_MEMORY)} for the default model; less with --kv-cache-memory"
         return Finding("memory", "lacks", f"{_size(free)} {where}", mend)

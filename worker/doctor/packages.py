@@ -32,11 +32,16 @@ PINS = Path(__file__).parents[2] / "constraints.txt"
 def packages() -> Iterator[Finding]:
     """Findings about what is installed."""
     yield Finding("Python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
-    plain = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
-    yield _needed(plain)
-    for extra, use in EXTRAS.items():
-        yield _extra(extra, use, [each for each in requirements if each not in plain and _belongs(each, extra)])
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        found = f"{DISTRIBUTION} is not installed: nothing says what it needs"
+        yield Finding("packages", "note", found, "pip install -e ., in the checkout")
+    else:
+        plain = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+        yield _needed(plain)
+        for extra, use in EXTRAS.items():
+            yield _extra(extra, use, [each for each in requirements if each not in plain and _belongs(each, extra)])
     yield _engine("vLLM", "vllm", "--engine vllm")
     yield _dynamo()
     if PINS.is_file():

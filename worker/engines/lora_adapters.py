@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -189,7 +190,7 @@ def read_files(name: str, directory: Path, base: Shapes, transposed: AbstractSet
         ModelFileError: a file is missing, damaged or no LoRA adapter's; or it is an adapter of
             another model; or it asks for what is not LoRA alone.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # pathlib raises where this user may not look
         raise ModelFileError(f"must be the directory of an adapter, got {directory}")
     text = _content(directory, CONFIG)
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from worker import __version__
+from worker.models.regular_files import read_regular
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -104,6 +105,11 @@ class Provenance:
                 states[path] = _state(found)
         return states
 
+    def still_holds(self) -> bool:
+        """Whether the files are still those that were there, by size, inode and time of change."""
+        found, known = ({path: each[:3] for path, each in states.items()} for states in (self._stat(), self._states))
+        return found == known
+
     def record(self) -> dict[str, Any]:
         """JSON data for `check`; reads all of the files.
 
@@ -145,11 +151,13 @@ def file_digests(directory: Path, paths: Iterable[Path], copies: Path | None) ->
     Raises:
         OSError: a file cannot be read, or changes meanwhile.
     """
+    now_ns = time.time_ns()
+    states = {path: _state(path.stat()) for path in paths}  # of all: what loads beside this reads them in another order
     with _digests_lock:
         known = (_read_digests(copies) if copies else {}) | _digests.get(directory, {})
         found, new = {}, {}
-        for path in paths:
-            name, state, now_ns = os.path.relpath(path, directory), _state(path.stat()), time.time_ns()
+        for path, state in states.items():
+            name = os.path.relpath(path, directory)
             *before, digest = known.get(name, [None])
             if before != state:
                 digest = file_digest(path)
@@ -172,7 +180,7 @@ def _state(found: os.stat_result) -> list[int]:
 
 def _read_digests(copies: Path) -> dict[str, list[Any]]:
     try:
-        content: dict[str, list[Any]] = opened(json.loads((copies / _DIGESTS).read_bytes()))
+        content: dict[str, list[Any]] = opened(json.loads(read_regular(copies / _DIGESTS)))
         return {str(name): [*map(int, state), str(digest)] for name, (*state, digest) in content.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or a damaged one
         return {}
@@ -210,7 +218,8 @@ def keep(path: Path, write: Callable[[Path], None]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("ab") as lock:  # stays there: what is removed could be locked twice
+    # It stays there: what is removed could be locked twice. "+" waits for no reader of a pipe.
+    with path.with_suffix(".lock").open("a+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with work_directory(path.parent, f"partial-{path.stem}-") as work:
             partial = work / path.name

@@ -69,8 +69,15 @@ def find_gguf(path: Path) -> Path | None:
     checkpoint.
 
     Raises:
-        StartupError: there are several.
+        StartupError: there are several, or this user may not look.
     """
+    try:
+        return _find_gguf(path)
+    except OSError as error:  # of a name that is too long, too
+        raise StartupError(f"--model-path {path}: cannot be read: {error.strerror or error}") from None
+
+
+def _find_gguf(path: Path) -> Path | None:
     if path.is_file() and path.suffix.lower() == SUFFIX:
         return path
     if not path.is_dir() or (path / "config.json").exists():
@@ -95,8 +102,18 @@ def convert_gguf(path: Path, cache: Path, say: Say, keeps_blocks: bool = False) 
     Raises:
         StartupError: the file cannot be read or is not supported, or the cache cannot be written.
     """
+
+    def state() -> list[tuple[int, ...]]:
+        found = [each.stat() for each in parts_of(path) if each.exists()]  # missing ones are refused later, by name
+        return [(each.st_size, each.st_ino, each.st_mtime_ns) for each in found]
+
+    def check() -> None:
+        if state() != before:
+            raise GgufError("it has changed while it was read; start again")
+
     try:
-        return cached_checkpoint(_digest(parts_of(path)), path.stem, cache, say, lambda _: path, keeps_blocks)
+        before = state()
+        return cached_checkpoint(_digest(parts_of(path)), path.stem, cache, say, lambda _: path, keeps_blocks, check)
     except GgufError as error:
         raise StartupError(f"--model-path {path}: {error}") from None
     except OSError as error:
@@ -104,7 +121,13 @@ def convert_gguf(path: Path, cache: Path, say: Say, keeps_blocks: bool = False) 
 
 
 def cached_checkpoint(
-    digest: str, name: str, cache: Path, say: Say, obtain: Callable[[Path], Path], keeps_blocks: bool = False
+    digest: str,
+    name: str,
+    cache: Path,
+    say: Say,
+    obtain: Callable[[Path], Path],
+    keeps_blocks: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """The checkpoint called `name` of the file with SHA-256 `digest`.
 
@@ -116,6 +139,7 @@ def cached_checkpoint(
         obtain: Returns the file; it may write it into the directory that it is given, which goes
             away. Called only if there is no such checkpoint yet.
         keeps_blocks: See `convert_gguf`.
+        check: Called once all is written; what it raises keeps the checkpoint from being kept.
 
     Raises:
         GgufError: the file cannot be read or is not supported.
@@ -132,6 +156,7 @@ def cached_checkpoint(
             written = work / name
             written.mkdir()
             write_checkpoint(obtain(work), written, name, say, keeps_blocks)
+            check()
             written.rename(target)
     return target
 
@@ -226,7 +251,7 @@ class _Progress:
 @contextlib.contextmanager
 def _locked(path: Path, name: str, say: Say) -> Iterator[None]:
     """Hold the lock at `path`; the kernel gives it back if the process dies."""
-    with path.open("ab") as lock:
+    with path.open("a+b") as lock:  # with "+" the opening of a pipe waits for nobody
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

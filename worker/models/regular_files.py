@@ -20,3 +20,9 @@ def open_regular(path: Path) -> io.BufferedReader:
         os.close(number)
         raise OSError(errno.EINVAL, "Not a regular file")
     return open(number, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file. Raises as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read()

@@ -9,6 +9,7 @@ from typing import Any
 
 from adapters.vocabulary import CopiedTokenizer, Vocabulary
 from worker.models.beside import Provenance, copies_of, keep, opened, sealed
+from worker.models.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def copied_tokenizer(checkpoint: Path, packed_copy: str = "auto") -> CopiedToken
 
 def _read(path: Path, provenance: Provenance) -> CopiedTokenizer | None:
     try:
-        content = opened(json.loads(path.read_text(encoding="utf-8")))
+        content = opened(json.loads(read_regular(path)))
         provenance.check(content["provenance"])
         return CopiedTokenizer(content["tokenizer"])
     except FileNotFoundError:

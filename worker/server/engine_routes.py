@@ -209,14 +209,14 @@ class EngineRoutes:
         """The path itself, or the checkpoint that a GGUF file is converted into, as at a start."""
         from worker.models import convert_gguf, find_gguf, model_cache
 
-        if not path.exists():
-            raise InvalidRequest("model_path", f"there is no {shown(str(path))}")
-        file = find_gguf(path)
-        if file is None:
-            return path
         keeps_blocks = self.arguments.engine == "embedded" and self.arguments.quantization == "auto"
         try:
-            return convert_gguf(file, model_cache(os.environ), lambda _: None, keeps_blocks)
+            file = find_gguf(path)
+            if file is not None:
+                return convert_gguf(file, model_cache(os.environ), lambda _: None, keeps_blocks)
+            if not path.exists():
+                raise InvalidRequest("model_path", f"there is no {shown(str(path))}")
+            return path
         except StartupError as error:
             raise InvalidRequest("model_path", str(error).removeprefix("--model-path ")) from None
 

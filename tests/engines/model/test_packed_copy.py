@@ -226,6 +226,30 @@ def test_of_another_checkpoint_it_is_made_again(
     assert not calls
 
 
+@pytest.mark.parametrize("copy", ["auto", "off"])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_one_that_changes_while_it_is_read_is_not_served(
+    copy: str, replaces: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it may be of the one and a part of the other."""
+    facts_of = transformers_checkpoint.facts_of
+
+    def changed(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        if replaces:
+            other = copied(checkpoint, tmp_path / "other")
+            (other / "model.safetensors").replace(checkpoint / "model.safetensors")
+        else:
+            change_configuration(checkpoint)
+        return facts_of(*arguments)
+
+    monkeypatch.setattr(transformers_checkpoint, "facts_of", changed)
+    with pytest.raises(StartupError, match="its files have changed while they were read; start again"):
+        load(checkpoint, packed_copy=copy)
+    assert not copies(checkpoint)
+    load(checkpoint, packed_copy=copy)
+
+
 def test_of_a_checkpoint_that_was_copied_it_is_used(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

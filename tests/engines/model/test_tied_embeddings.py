@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from effort import examples, grid
 from hypothesis import given, settings
@@ -198,13 +200,30 @@ def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: p
     assert torch.equal(logits[0], logits[1])
 
 
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", grid(EVERY_TYPE, fast=4))
-def test_nothing_of_a_checkpoint_stays_mapped_that_was_packed(
-    model_type: str, every_checkpoint: dict[str, Path]
+def test_nothing_of_a_checkpoint_stays_mapped(
+    model_type: str,
+    dtype: str,
+    packs: bool,
+    every_checkpoint: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = every_checkpoint[model_type]
-    config = EmbeddedConfig(model_path=path, device="cpu", dtype="float32", kernels="torch", numerics="fast")
+    """Whoever writes to its files would change the answers, or end the process."""
+    if not packs:
+        monkeypatch.setattr(OneDnnGemm, "supports", classmethod(lambda cls, weight: False))
+    path = Path(shutil.copytree(every_checkpoint[model_type], tmp_path / "model"))
+    for file in path.glob("*.safetensors"):
+        tensors = {
+            name: each.to(getattr(torch, dtype)) for name, each in safetensors.torch.load(file.read_bytes()).items()
+        }
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    config = EmbeddedConfig(
+        model_path=path, device="cpu", dtype=dtype, kernels="torch", numerics="fast", packed_copy="off"
+    )
     model = load_model(config)
     gc.collect()
-    assert all(layer.gemm.is_packed for layer in linears(model._network))
+    assert all(layer.gemm.is_packed == packs for layer in linears(model._network))
     assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")

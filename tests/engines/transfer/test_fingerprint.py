@@ -64,6 +64,23 @@ def store(directory: Path) -> Path:
     return directory / beside.DIRECTORY / beside._DIGESTS
 
 
+def test_files_that_change_before_their_turn_are_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded meanwhile, in another order."""
+    files, file_digest = weight_files(checkpoint), beside.file_digest
+
+    def replaced(path: Path) -> str:
+        if path == files[0]:
+            monkeypatch.undo()
+            files[-1].with_suffix(".new").write_bytes(bytes(100_000))
+            files[-1].with_suffix(".new").rename(files[-1])
+        return file_digest(path)
+
+    monkeypatch.setattr(beside, "file_digest", replaced)
+    with pytest.raises(StartupError, match="has changed meanwhile"):
+        fingerprint(checkpoint)
+    assert fingerprint(checkpoint)
+
+
 @settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_every_byte_of_every_file_counts(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

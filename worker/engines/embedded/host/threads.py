@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from worker.engines.embedded.host.control_groups import CGROUPS, OWN_CGROUPS, groups_of
 
 SMALL_CHECKPOINT = 32 * 2**20
 """Bytes of a checkpoint up to which one thread computes a step as fast as two do. Where the
 frontend or a client needs the other processor, two take ten times as long: each operation then ends
 when the scheduler lets the second one run."""
-
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def limit_threads(
@@ -51,26 +50,10 @@ def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None
         own: The file that names this process's groups.
     """
     root, own = root or CGROUPS, own or OWN_CGROUPS
-    quotas = [quota for group in _groups(root, own) for quota in (_version_2(group), _version_1(group)) if quota]
+    quotas = [
+        quota for group in groups_of("cpu", root, own) for quota in (_version_2(group), _version_1(group)) if quota
+    ]
     return min(quotas, default=None)
-
-
-def _groups(root: Path, own: Path) -> Iterator[Path]:
-    """The groups that this process is in, outermost first; inside a container the outermost is its
-    own.
-    """
-    yield from (root, root / "cpu", root / "cpu,cpuacct")
-    try:
-        lines = own.read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):
-        return
-    for line in lines:  # of version 2: 0::/path; of version 1: 4:cpu,cpuacct:/path
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mounted = root / controllers
-        for depth in range(1, len(Path(path).parts)):
-            yield mounted.joinpath(*Path(path).parts[1 : depth + 1])
 
 
 def _version_2(group: Path) -> float | None:

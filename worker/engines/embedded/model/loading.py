@@ -128,6 +128,8 @@ def _load_on(device: torch.device, config: EmbeddedConfig, ahead: SealedTensors 
         network, facts = LlamaNetwork(found.weights, kernels, found.facts.context_length), found.facts
     else:
         network, facts = _from_checkpoint(directory, settings, device, dtype, kernels, keeps, config.context_length)
+        if not provenance.still_holds():
+            raise StartupError(f"--model-path {directory}: its files have changed while they were read; start again")
         packed = network.packed() if isinstance(network, LlamaNetwork) else None
         if packed is not None:
             packed.check(facts.geometry, kernels.rounds_to)
@@ -199,6 +201,9 @@ def _from_checkpoint(
         network = quantised.network(config, dtype, keeps)
         weights = quantised.format if keeps else None
     network = network.to(device).eval()
+    if device.type == "cpu" and not kernels.gemm(torch.zeros(64, 64, dtype=dtype), None).is_packed:
+        for parameter in network.parameters():  # weights are kept as they are, and the checkpoint may lie mapped
+            parameter.data = parameter.data.clone()
     positions = geometry.max_position_embeddings if geometry is not None else 0
     try:
         packed = checkpoint.packed(network, kernels, positions, context_length)

@@ -53,4 +53,5 @@ def lookup(weight: torch.Tensor, layouts: Iterable[Panels]) -> Lookup | None:
     found = next((panels for panels in layouts if panels.matches(weight)), None)
     if found is None:
         return None
-    return found.rows if found.dtype == weight.dtype else lambda ids: found.rows(ids).to(weight.dtype)
+    dtype = weight.dtype  # the weight itself would be kept with the function
+    return found.rows if found.dtype == dtype else lambda ids: found.rows(ids).to(dtype)
