@@ -56,7 +56,7 @@ class _ListChecks(argparse.Action):
 def _arguments(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
     if not isinstance(data, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")

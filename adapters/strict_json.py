@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -73,6 +74,8 @@ def read_object(data: bytes) -> dict[str, Any]:
     except RepeatedKey as error:
         raise _with_path(error, data.decode()) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        if type(error) is ValueError:  # of `int`, which reads so many digits and no more
+            raise ValueError(f"has an integer of more than {sys.get_int_max_str_digits()} digits") from None
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {type(found).__name__}")
@@ -84,13 +87,14 @@ def read_object(data: bytes) -> dict[str, Any]:
 def _check_texts(found: dict[str, Any]) -> None:
     """Raises `LoneSurrogate` for a text, or key, that is not Unicode."""
     for path, value in _values(found):
-        if isinstance(value, str) and _has_half_a_pair(value):
+        if isinstance(value, str) and has_half_a_pair(value):
             raise LoneSurrogate(path)
-        if isinstance(value, dict) and any(map(_has_half_a_pair, value)):
+        if isinstance(value, dict) and any(map(has_half_a_pair, value)):
             raise LoneSurrogate(f"a key of {path}" if path else "a key")
 
 
-def _has_half_a_pair(text: str) -> bool:
+def has_half_a_pair(text: str) -> bool:
+    """Whether a text has half of a surrogate pair, which no tokenizer takes."""
     return not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text)
 
 

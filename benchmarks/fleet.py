@@ -25,6 +25,7 @@ import argparse
 import datetime
 import functools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -114,24 +115,51 @@ CHECKED = """| workers | rounds | requests | between tokens, ms | tokens/s | mea
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # within no bounds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reckon what a fleet needs, and what becomes of its requests.")
-    parser.add_argument("--requests-per-minute", type=float, default=10_000)
-    parser.add_argument("--prompt", type=int, default=512, help="mean tokens of a prompt")
-    parser.add_argument("--answer", type=int, default=ANSWER, help="mean tokens of an answer")
-    parser.add_argument("--seconds", type=float, default=60, help="simulated time")
-    parser.add_argument("--workers", type=int, help="default: as many as the mean load needs")
-    parser.add_argument("--step-s", type=float, default=0.02, help="seconds of a worker's step")
-    parser.add_argument("--slots", type=int, default=64, help="rows of a worker's batch")
-    parser.add_argument("--kill", type=float, default=0.0, help="share of the workers that die in the middle")
-    parser.add_argument("--shared", type=float, default=0.0, help="share of a prompt that its group has in common")
-    parser.add_argument("--groups", type=int, default=1000, help="groups of prompts with a common beginning")
+    parser.add_argument("--requests-per-minute", type=_positive, default=10_000)
+    parser.add_argument("--prompt", type=_count, default=512, help="mean tokens of a prompt")
+    parser.add_argument("--answer", type=_count, default=ANSWER, help="mean tokens of an answer")
+    parser.add_argument("--seconds", type=_positive, default=60, help="simulated time")
+    parser.add_argument("--workers", type=_count, help="default: as many as the mean load needs")
+    parser.add_argument("--step-s", type=_positive, default=0.02, help="seconds of a worker's step")
+    parser.add_argument("--slots", type=_count, default=64, help="rows of a worker's batch")
+    parser.add_argument("--kill", type=_share, default=0.0, help="share of the workers that die in the middle")
+    parser.add_argument("--shared", type=_share, default=0.0, help="share of a prompt that its group has in common")
+    parser.add_argument("--groups", type=_count, default=1000, help="groups of prompts with a common beginning")
     parser.add_argument("--router", choices=(IN_TURN, OF_TWO, BY_PREFIX), default=IN_TURN)
     parser.add_argument("--disaggregate", action="store_true", help="compare with prefill and decode workers apart")
-    parser.add_argument("--handoff-us", type=float, default=12, help="microseconds that a token's KV takes")
-    parser.add_argument("--check", type=int, nargs="+", metavar="WORKERS", help="compare with real workers")
+    parser.add_argument("--handoff-us", type=_positive, default=12, help="microseconds that a token's KV takes")
+    parser.add_argument("--check", type=_count, nargs="+", metavar="WORKERS", help="compare with real workers")
     parser.add_argument("--no-write", action="store_true", help="leave results/fleet.* as they are")
-    parser.add_argument("--rounds", type=int, default=3, help="of each comparison")
+    parser.add_argument("--rounds", type=_count, default=3, help="of each comparison")
     options = parser.parse_args()
     worker = Worker(step_s=options.step_s, slots=options.slots)
     if options.check:

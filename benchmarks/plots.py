@@ -9,6 +9,7 @@ token over the rate of requests, from a simulation) and `docs/scale-parts.svg` (
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -111,6 +112,7 @@ def parts() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, draw in (("workers", many_workers), ("first-token", first_tokens), ("parts", parts)):
         path = DOCS / f"scale-{name}.svg"
         path.write_text(draw(), encoding="utf-8")

@@ -9,18 +9,10 @@ from __future__ import annotations
 
 import argparse
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Stream one chat answer.")
-    parser.add_argument("message")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    options = parser.parse_args()
-
+def chat(options: argparse.Namespace) -> None:
     client = OpenAI(base_url=options.url, api_key="unused")
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -33,6 +25,20 @@ def main() -> None:
     for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Stream one chat answer.")
+    parser.add_argument("message")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    options = parser.parse_args()
+    try:
+        chat(options)
+    except OpenAIError as error:
+        raise SystemExit(f"error: {options.url}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from worker.engines.embedded import Engine
+from worker.errors import ServingError
 from worker.sampling import SamplingParams
 
 PROMPTS = ["Once upon a time", "What is the capital of France?"]
@@ -47,4 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ServingError, ValueError) as error:  # such as no model, or a number out of its range
+        raise SystemExit(f"error: {error}") from None

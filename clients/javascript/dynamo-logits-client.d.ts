@@ -655,7 +655,7 @@ export interface SelectionOptions {
   speculation?: boolean;
 }
 
-/** The selection as ASCII JSON. Throws `TypeError` for a number that is not finite. */
+/** The selection as ASCII JSON. Throws `TypeError` for a number that is not finite, or an unknown option. */
 export declare function selection(chosen: ReadonlyArray<Processor>, options?: SelectionOptions): string;
 
 export interface SelectionFields {
@@ -776,7 +776,7 @@ export interface ClientOptions {
   /** Address with the path before /chat/completions; by default the launch scripts'. */
   baseURL?: string;
   apiKey?: string | null;
-  /** Milliseconds for which the server may send nothing; 600,000 by default. */
+  /** Milliseconds for which the server may send nothing, at most 2^31 - 1; 600,000 by default. */
   timeoutMs?: number;
   headers?: Readonly<Record<string, string>>;
   fetch?: typeof globalThis.fetch;
@@ -809,6 +809,7 @@ export interface Stream extends AsyncIterable<Chunk> {
 
 /** A client of a worker's front door. Its promises reject with `ClientError`. */
 export declare class Client {
+  /** Throws `TypeError` for an unknown option, or one out of range. */
   constructor(options?: ClientOptions);
   chat(fields: ChatFields, options?: CallOptions): Promise<Answer>;
   complete(fields: CompletionFields, options?: CallOptions): Promise<Answer>;

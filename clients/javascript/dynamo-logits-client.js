@@ -125,16 +125,29 @@ export function healed(prompt) {
   return [prompt.slice(0, tail.index), processor("forced_prefix", { text: tail[0], heal: true })];
 }
 
+const SELECTION = ["receipt", "deadline", "order", "speculation"];
+
+/** Refuse a name that means nothing, which would be ignored. */
+function checkNames(what, given, names) {
+  const unknown = Object.keys(given).find((name) => !names.includes(name));
+  if (unknown !== undefined) throw new TypeError(`${what}: unknown option ${unknown}; known are ${names.join(", ")}`);
+}
+
+/** A replacer of JSON.stringify, which would write such a number as null. */
+function finite(key, value) {
+  if (typeof value === "number" && !Number.isFinite(value)) throw new TypeError(`${key}: ${value} is not JSON`);
+  return value;
+}
+
 /** The selection as ASCII JSON: the value of the annotation or of the header. */
-export function selection(chosen, { receipt = false, deadline, order = [], speculation = true } = {}) {
+export function selection(chosen, options = {}) {
+  checkNames("selection", options, SELECTION);
+  if (!Array.isArray(chosen)) throw new TypeError(`expected a list of processors, got ${JSON.stringify(chosen)}`);
+  const { receipt = false, deadline, order = [], speculation = true } = options;
   const data = { version: 1, processors: [...chosen], receipt };
   if (deadline !== undefined) data.deadline = deadline;
   if (order.length > 0) data.order = [...order];
   if (!speculation) data.speculation = false;
-  const finite = (key, value) => {
-    if (typeof value === "number" && !Number.isFinite(value)) throw new TypeError(`${key}: ${value} is not JSON`);
-    return value;
-  };
   const ascii = (unit) => `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`;
   return JSON.stringify(data, finite).replace(/[\x7f-\uffff]/g, ascii);
 }
@@ -174,6 +187,10 @@ function checkReceipt(receipt, path) {
   }
 }
 
+/** Fields of a body that its prompt is made of. */
+const TEMPLATE = ["chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort"];
+const PROMPT = ["messages", "tools", ...TEMPLATE, "prompt"];
+
 /** The two files of a replay: a receipt, and the prompt that it is of. */
 export function replayRequest(answer, prompt, choice = 0) {
   const receipt = receiptOf(answer, choice);
@@ -184,7 +201,7 @@ export function replayRequest(answer, prompt, choice = 0) {
   if (!Number.isSafeInteger(receipt.seed)) throw new TypeError("the receipt's seed was rounded: JavaScript's numbers have 53 bits");
   if (typeof prompt === "string") return { receipt, prompt: { prompt } };
   if (Array.isArray(prompt)) return { receipt, prompt };
-  const names = ["messages", "tools", "chat_template_args", "prompt"].filter((name) => prompt[name] != null);
+  const names = PROMPT.filter((name) => prompt[name] != null);
   return { receipt, prompt: Object.fromEntries(names.map((name) => [name, prompt[name]])) };
 }
 
@@ -339,12 +356,21 @@ export class Answer {
   }
 }
 
+const DEFAULTS = { baseURL: "http://127.0.0.1:8000/v1", apiKey: null, timeoutMs: 600_000, headers: {}, fetch: undefined };
+const LONGEST_TIMEOUT_MS = 2 ** 31 - 1; // a timer takes a longer one for none at all
+
 /** A client of a worker's front door. */
 export class Client {
   #options;
 
   constructor(options = {}) {
-    this.#options = { baseURL: "http://127.0.0.1:8000/v1", apiKey: null, timeoutMs: 600_000, headers: {}, ...options };
+    checkNames("Client", options, Object.keys(DEFAULTS));
+    const given = Object.entries(options).filter(([, value]) => value !== undefined);
+    this.#options = { ...DEFAULTS, ...Object.fromEntries(given) };
+    const { timeoutMs } = this.#options;
+    if (typeof timeoutMs !== "number" || !(timeoutMs >= 1 && timeoutMs <= LONGEST_TIMEOUT_MS)) {
+      throw new TypeError(`timeoutMs: expected 1 to ${LONGEST_TIMEOUT_MS} milliseconds, got ${String(timeoutMs)}`);
+    }
     if (!/^https?:\/\/[^/?#]+[^?#]*$/.test(this.#options.baseURL)) {
       throw new TypeError(`baseURL: expected http://host:port/v1, got ${JSON.stringify(this.#options.baseURL)}`);
     }
@@ -410,11 +436,14 @@ export class Client {
     return { read, [Symbol.asyncIterator]: iterate };
   }
 
-  #call(path, fields, stream, { signal } = {}) {
+  #call(path, fields, stream, options = {}) {
+    checkNames("options", options, ["signal"]);
+    const { signal } = options;
     const { baseURL, apiKey, timeoutMs, headers, fetch: fetched = globalThis.fetch } = this.#options;
+    if (typeof fields !== "object") throw new TypeError(`expected the fields of a request, got ${String(fields)}`);
     if (fields !== null && "stream" in fields) throw new TypeError("stream: call the method that streams instead");
     const url = baseURL.replace(/\/+$/, "") + path;
-    const body = fields === null ? undefined : JSON.stringify(stream ? { ...fields, stream: true } : fields);
+    const body = fields === null ? undefined : JSON.stringify(stream ? { ...fields, stream: true } : fields, finite);
     const sent = { accept: "application/json, text/event-stream", ...headers };
     if (apiKey !== null) sent.authorization = `Bearer ${apiKey}`;
     if (body !== undefined) sent["content-type"] = "application/json";

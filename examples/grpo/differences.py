@@ -106,7 +106,10 @@ def main() -> None:
 
     source = random.Random(1)
     differences: dict[str, dict[str, float]] = {"transformers": {}} | ({"vLLM": {}} if options.vllm else {})
-    for checkpoint in sorted(options.run.glob("step[0-9]*"), key=lambda path: int(path.name[4:])):
+    checkpoints = sorted(options.run.glob("step[0-9]*"), key=lambda path: int(path.name[4:]))
+    if not checkpoints:
+        raise SystemExit(f"error: {options.run}: no step0 in it: expected the --output of grpo.py")
+    for checkpoint in checkpoints:
         tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
         policy: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         asked = [TASKS["sums"](source).prompt for _ in range(options.prompts)]

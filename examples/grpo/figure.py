@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,10 +102,19 @@ def draw(steps: list[dict[str, float]], differences: dict[str, dict[str, float]]
 
 
 def main() -> None:
-    run, output = map(Path, sys.argv[1:])
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-    path = run / "differences.json"
-    output.write_text(draw(steps, json.loads(path.read_text()) if path.exists() else {}), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="--output of grpo.py")
+    parser.add_argument("output", type=Path, help="the SVG")
+    options = parser.parse_args()
+    path = options.run / "differences.json"
+    try:
+        steps = [json.loads(line) for line in (options.run / "steps.jsonl").read_text().splitlines()]
+        differences = json.loads(path.read_text()) if path.exists() else {}
+        if not steps:
+            raise SystemExit(f"error: {options.run / 'steps.jsonl'} has no step yet")
+        options.output.write_text(draw(steps, differences), encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

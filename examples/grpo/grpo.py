@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import save_file
 from tasks import TASKS
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from workers import Sample, Workers
+from workers import Sample, WorkerError, Workers, address, checkpoint_directory
 
 from worker.engines.embedded.training import ExactLogprobs
+from worker.errors import ServingError
 
 CONTEXT_LENGTH = 1024
 """Tokens of prompt and answer together, which the trainer's KV cache is made for."""
@@ -42,6 +43,10 @@ class Sampler(Protocol):
         """`n` answers to each prompt."""
 
 
+_LEAST = {"steps": 1, "prompts": 1, "answers": 2, "max_tokens": 1, "seed": 0, "layers": 0, "save_every": 0}
+"""Least values of settings."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of a run.
@@ -50,7 +55,7 @@ class Settings:
         task: One of `tasks.TASKS`.
         steps: Updates of the weights.
         prompts: Prompts of a step.
-        answers: Answers to each prompt: its group.
+        answers: Answers to each prompt: its group. The advantage of one alone has no scale.
         max_tokens: Tokens of an answer at most.
         learning_rate: Learning rate of AdamW.
         seed: Seed of prompts and answers.
@@ -67,6 +72,15 @@ class Settings:
     seed: int = 0
     layers: int = 0
     save_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +185,39 @@ def digest(policy: Any) -> str:
     return found.hexdigest()
 
 
+def run(options: argparse.Namespace, settings: Settings) -> None:
+    workers = Workers(options.url, options.engine_url, options.engine_key)
+    output = options.output.resolve()  # the workers have another working directory
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "steps.jsonl").open("w") as report:
+        for step in train(options.model, workers, settings, output):
+            line = json.dumps(asdict(step))
+            print(line, flush=True)
+            print(line, file=report, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint that the workers serve")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the front door")
-    parser.add_argument("--engine-url", action="append", required=True, help="a worker's --engine-port; once for each")
+    parser.add_argument(
+        "--model", type=checkpoint_directory, required=True, help="directory of the workers' checkpoint"
+    )
+    parser.add_argument("--url", type=address, default="http://127.0.0.1:8000", help="the front door")
+    parser.add_argument(
+        "--engine-url", type=address, action="append", required=True, help="a worker's --engine-port; once for each"
+    )
     parser.add_argument("--engine-key", required=True, help="a key of the workers' --engine-key-file")
     parser.add_argument("--output", type=Path, required=True, help="directory for checkpoints and steps.jsonl")
     for name, default in asdict(Settings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     options = parser.parse_args()
-    settings = Settings(**{name: getattr(options, name) for name in asdict(Settings())})
-    workers = Workers(options.url, options.engine_url, options.engine_key)
-    options.output.mkdir(parents=True, exist_ok=True)
-    with (options.output / "steps.jsonl").open("w") as report:
-        for step in train(options.model, workers, settings, options.output):
-            line = json.dumps(asdict(step))
-            print(line, flush=True)
-            print(line, file=report, flush=True)
+    try:
+        settings = Settings(**{name: getattr(options, name) for name in asdict(Settings())})
+    except ValueError as error:
+        parser.error("--" + str(error).replace("_", "-"))
+    try:
+        run(options, settings)
+    except (WorkerError, ServingError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from grpo import checkpoint
 from tasks import TASKS, Question
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-from workers import Workers
+from workers import Workers, address, checkpoint_directory
 
 from worker.engines.embedded.training import ExactLogprobs, Rollout
 
@@ -68,9 +68,13 @@ class ExactGrpoTrainer(GRPOTrainer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint that the workers serve")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the front door")
-    parser.add_argument("--engine-url", action="append", required=True, help="a worker's --engine-port; once for each")
+    parser.add_argument(
+        "--model", type=checkpoint_directory, required=True, help="directory of the workers' checkpoint"
+    )
+    parser.add_argument("--url", type=address, default="http://127.0.0.1:8000", help="the front door")
+    parser.add_argument(
+        "--engine-url", type=address, action="append", required=True, help="a worker's --engine-port; once for each"
+    )
     parser.add_argument("--engine-key", required=True, help="a key of the workers' --engine-key-file")
     parser.add_argument("--output", type=Path, required=True, help="directory for checkpoints")
     parser.add_argument("--task", choices=list(TASKS), default="sums")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import http.client
 import json
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from worker.engines.embedded.training import Rollout
+
+
+class WorkerError(RuntimeError):
+    """No worker did what it was asked for; the message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,21 @@ class Sample:
     versions: tuple[str, ...]
 
 
+def address(text: str) -> str:
+    """The URL of a server, for `argparse`."""
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"expected http://host:port, got {text!r}")
+    return text.rstrip("/")
+
+
+def checkpoint_directory(text: str) -> Path:
+    """The directory of a checkpoint, for `argparse`."""
+    if not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"expected the directory of a checkpoint, with its config.json, got {text!r}")
+    return Path(text)
+
+
 class Workers:
     """Workers that serve one model behind a front door.
 
@@ -42,23 +64,26 @@ class Workers:
     def __init__(self, url: str, engine_urls: Sequence[str], key: str) -> None:
         self._url, self._engine_urls = url, list(engine_urls)
         self._key = {"authorization": f"Bearer {key}"}
-        self._model: str = _asked(f"{url}/v1/models")["data"][0]["id"]
+        models = _asked(f"{url}/v1/models")["data"]
+        if not models:
+            raise WorkerError(f"{url}/v1/models: no model is served there yet")
+        self._model: str = models[0]["id"]
 
     def update(self, weights: Path, version: str) -> None:
         """Make every worker that lives serve a checkpoint, or a file of some tensors, of its disk.
 
         Raises:
-            RuntimeError: a worker refuses it, or none lives.
+            WorkerError: a worker refuses it, or none lives.
         """
         body = {"model_path": str(weights), "weight_version": version, "mode": "finish"}
         for url in list(self._engine_urls):
             try:
                 _asked(f"{url}/engine/update_weights_from_disk", body, self._key)
             except OSError as error:
-                print(f"{url} is gone: {error}", file=sys.stderr)
+                print(f"a worker is gone: {error}", file=sys.stderr)
                 self._engine_urls.remove(url)
         if not self._engine_urls:
-            raise RuntimeError("no worker is left")
+            raise WorkerError("no worker is left: none of --engine-url answers")
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, seed: int) -> list[list[Sample]]:
         """`n` answers to each prompt at temperature 1; seed and weights determine them."""
@@ -84,11 +109,18 @@ def _versions(nvext: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _asked(url: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
-    """The JSON of an answer. Raises `RuntimeError` with the server's own reason."""
+    """The JSON of an answer.
+
+    Raises:
+        WorkerError: the server refuses it, with its own reason.
+        ConnectionError: nobody is there, or the connection has broken.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})})
     try:
         with urllib.request.urlopen(request, timeout=600) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{url}: {error.code} {error.read().decode(errors='replace')}") from None
+        raise WorkerError(f"{url}: {error.code} {error.read().decode(errors='replace')}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionError(f"{url}: {getattr(error, 'reason', error)}") from None

@@ -216,6 +216,16 @@ def test_the_digest_is_the_workers(token_ids: list[int]) -> None:
         ("Once", {"prompt": "Once"}),
         ({"messages": [], "tools": None, "model": "m", "temperature": 1}, {"messages": []}),
         ({"prompt": [1, 2, 3], "max_tokens": 4}, {"prompt": [1, 2, 3]}),
+        *[
+            ({"messages": [], name: value, "seed": 1}, {"messages": [], name: value})
+            for name, value in {
+                "tools": [],
+                "chat_template_args": {"a": 1},
+                "chat_template_kwargs": {"enable_thinking": False},
+                "thinking": {"type": "disabled"},
+                "reasoning_effort": "low",
+            }.items()
+        ],
     ],
 )
 def test_the_files_of_a_replay(module: quickjs.Context, tmp_path: Path, prompt: Any, written: Any) -> None:

@@ -143,6 +143,10 @@ def test_both_packages_select_the_same(module: quickjs.Context, case: tuple[str,
         ("processors.min_tokens()", "the argument n is missing"),
         ("processors.choice({choices: undefined})", "the argument choices is missing"),
         ("selection([processors.top_p({p: NaN})])", "p: NaN is not JSON"),
+        ("selection([], {receit: true})", "unknown option receit; known are receipt, deadline, order, speculation"),
+        ("logitsProcessors([], {receit: true})", "unknown option receit"),
+        ("logitsProcessors(processors.min_tokens({n: 8}))", "expected a list of processors, got {"),
+        ("logitsProcessors('top_p')", 'expected a list of processors, got "top_p"'),
     ],
 )
 def test_javascript_refuses_wrong_arguments(module: quickjs.Context, call: str, message: str) -> None:

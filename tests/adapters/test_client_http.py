@@ -225,6 +225,24 @@ def test_what_is_no_address(url: str) -> None:
             kind(url)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"base_url": 5}, "base_url: expected http://host:port/v1"),
+        ({"api_key": "a\nb"}, "api_key: expected printable ASCII"),
+        ({"api_key": "\u20ac"}, "api_key: expected printable ASCII"),
+        *[
+            ({"timeout_s": seconds}, "timeout_s: expected seconds above 0")
+            for seconds in (0, -1, "60", None, True, float("nan"), float("inf"), 1e300)
+        ],
+    ],
+)
+def test_options_that_no_request_could_have(options: dict[str, Any], problem: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match=f"^{problem}"):
+            kind(**options)
+
+
 async def test_an_httpx_client_of_the_callers_own() -> None:
     seen: list[httpx.Request] = []
 

@@ -154,3 +154,41 @@ def test_what_is_no_address(context: quickjs.Context, url: str) -> None:
 def test_a_method_streams(context: quickjs.Context) -> None:
     found = run(context, f"{client(200, '{}')}.complete({{ stream: true }})")["error"]
     assert "call the method that streams" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ('{ baseUrl: "http://h/v1" }', "Client: unknown option baseUrl; known are baseURL, apiKey"),
+        ("{ baseURL: null }", "baseURL: expected http://host:port/v1, got null"),
+        ('{ timeoutMs: "60" }', "timeoutMs: expected 1 to 2147483647 milliseconds, got 60"),
+        ("{ timeoutMs: Infinity }", "timeoutMs: expected 1 to 2147483647 milliseconds, got Infinity"),
+        ("{ timeoutMs: 0 }", "timeoutMs: expected 1 to"),
+        ("{ timeoutMs: null }", "timeoutMs: expected 1 to"),
+    ],
+)
+def test_options_that_no_request_could_have(context: quickjs.Context, options: str, problem: str) -> None:
+    with pytest.raises(quickjs.JSException, match=re.escape(problem)):
+        context.eval(f"new Client({options})")
+
+
+def test_options_that_are_undefined_have_defaults(context: quickjs.Context) -> None:
+    asking = client(200, '{"choices":[]}', options="apiKey: undefined, timeoutMs: undefined, headers: undefined")
+    assert run(context, f"{asking}.complete({FIELDS}).then(() => 1)") == {"value": 1}
+    (asked,) = json.loads(context.eval("JSON.stringify(asked)"))
+    assert "authorization" not in asked["headers"]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("complete()", "expected the fields of a request, got undefined"),
+        ("complete({ temperature: NaN })", "temperature: NaN is not JSON"),
+        ("complete({ stop: [1 / 0] })", "0: Infinity is not JSON"),
+        ("complete({}, { singal: 1 })", "options: unknown option singal; known are signal"),
+    ],
+)
+def test_what_is_no_request(context: quickjs.Context, call: str, problem: str) -> None:
+    found = run(context, f"{client(200)}.{call}")
+    assert (found["error"]["name"], found["error"]["message"]) == ("TypeError", problem)
+    assert context.eval("asked.length") == 0

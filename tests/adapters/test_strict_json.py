@@ -50,6 +50,11 @@ def test_the_place_is_named(written: str, path: str) -> None:
     assert raised.value.path == path
 
 
+def test_an_integer_that_python_does_not_read() -> None:
+    with pytest.raises(ValueError, match=r"^has an integer of more than 4300 digits$"):
+        read_object(b'{"a": ' + b"9" * 5000 + b"}")
+
+
 @given(st.lists(st.integers(0, 2) | st.text("abc .\n", min_size=1, max_size=4), max_size=5), st.sampled_from(["", "]"]))
 def test_a_repeated_key_is_named_with_its_path(steps: list[int | str], behind: str) -> None:
     """Whatever is around it, and by its name alone where the text ends before it is JSON."""

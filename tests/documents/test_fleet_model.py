@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 
 import pytest
@@ -10,8 +11,12 @@ from document_pages import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import fleet
+import plots
 from fleet_model import BY_PREFIX, IN_TURN, OF_TWO, Fleet, Load, Request, Worker, disaggregated
+from fleet_plan import figures, plan
 
+PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 WORKER = Worker(step_s=0.02, prompt_rate=10_000, slots=4, budget=512)
 LOAD = Load(rate=20, seconds=20, prompt=100, answer=20, shared=0.5, groups=5)
 
@@ -61,3 +66,66 @@ def test_apart_nobody_waits_for_prompts_between_tokens() -> None:
     assert all(
         after.first_s > before.at_s + before.prompt / 10_000 for before, after in zip(requests, done, strict=True)
     )
+
+
+def cells(row: str) -> list[str]:
+    """The cells of the row of `docs/scale.md` that begins so, behind its first one."""
+    (found,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", PAGE, re.MULTILINE)
+    return [cell.strip().replace(",", "") for cell in found.split("|")]
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ("front door", "front door"),
+        ("Dynamo's frontend", "Dynamo's frontend"),
+        ("nats-server, in place of frontends", "NATS"),
+    ],
+)
+def test_the_page_has_the_measured_costs(row: str, part: str) -> None:
+    cost = figures()["parts"][part]
+    request, token, rate, stream = cells(row)
+    assert (request, token) == (f"{cost['request_us']:.0f}", f"{cost['token_us']:.1f}")
+    assert rate == f"{1e6 / (cost['request_us'] + 128 * cost['token_us']):.0f}"
+    assert not stream or stream.startswith(f"{cost['stream_kib']:.0f} KiB")
+
+
+@pytest.mark.parametrize(("row", "rate"), [("10⁴", 1e4), ("10⁶", 1e6)])
+def test_the_page_has_what_the_plan_says(row: str, rate: float) -> None:
+    wanted = plan(Load(rate / 60, 60, 512), Worker(step_s=0.02, slots=64))
+    workers, doors, frontends, etcd, nats, _ = cells(row)
+    assert [int(workers), int(doors), int(frontends)] == [wanted[k] for k in ("workers", "front doors", "frontends")]
+    assert int(etcd.split()[0]) == wanted["cores of an etcd boundary store"]
+    assert int(nats.split()[0]) == wanted["cores of a NATS boundary store"]
+    if rate == 1e6:
+        assert f"it is {wanted['cores of NATS servers in place of frontends']} cores of nats-server" in PAGE
+
+
+@pytest.mark.parametrize("name", ["parts", "workers"])  # the third is a simulation
+def test_the_plots_are_of_the_measured_values(name: str) -> None:
+    drawn = {"parts": plots.parts, "workers": plots.many_workers}[name]()
+    assert (ROOT / "docs" / f"scale-{name}.svg").read_text(encoding="utf-8") == drawn, "run benchmarks/plots.py"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        *[("--requests-per-minute", value, "must be a number above 0") for value in ("0", "-5", "nan", "inf", "x")],
+        *[("--step-s", value, "must be a number above 0") for value in ("0", "nan")],
+        *[("--kill", value, "must be at least 0 and below 1") for value in ("1", "-1", "2", "x")],
+        *[("--shared", value, "must be at least 0 and below 1") for value in ("2", "nan")],
+        *[
+            (name, "0", "an integer of at least 1")
+            for name in ("--slots", "--prompt", "--answer", "--groups", "--check")
+        ],
+        ("--workers", "-1", "must be an integer of at least 1"),
+    ],
+)
+def test_a_fleet_that_cannot_be(
+    option: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fleet.py", f"{option}={value}"])
+    with pytest.raises(SystemExit):
+        fleet.main()
+    assert f"argument {option}: " in (said := capsys.readouterr().err)
+    assert problem in said

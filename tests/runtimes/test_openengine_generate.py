@@ -207,6 +207,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "extra.logits_processors[0].args.key: a Struct's numbers are doubles",
     ),
     ({"extra": {"detokenize": "no"}}, "INVALID_ARGUMENT", "extra.detokenize: must be true or false"),
+    ({"extra": {"allowed_token_ids": [10**6]}}, "INVALID_ARGUMENT", "extra.allowed_token_ids: expected token ids"),
+    ({"extra": {"bad_words_token_ids": [[10**6]]}}, "INVALID_ARGUMENT", "extra.bad_words_token_ids"),
 ]
 
 

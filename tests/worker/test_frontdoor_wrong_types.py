@@ -97,6 +97,43 @@ async def test_a_response(fields: dict[str, Any], param: str) -> None:
     assert (status, error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": "2"}, 'n: must be an integer from 1 to 128, got "2"'),
+        ({"n": True}, "n: must be an integer from 1 to 128, got true"),
+        ({"n": []}, "n: must be an integer from 1 to 128, got a list"),
+        ({"echo": "true"}, 'echo: must be true or false, got "true"'),
+        ({"echo": 1}, "echo: must be true or false, got 1"),
+        ({"return_token_ids": "true"}, 'return_token_ids: must be true or false, got "true"'),
+        ({"prompt_logprobs": "5"}, 'prompt_logprobs: must be an integer from 0 to 100, got "5"'),
+        ({"stop": [""]}, 'stop[0]: must be a text that is not empty, got ""'),
+        ({"stop": [None]}, "stop[0]: must be a text that is not empty, got null"),
+        ({"stop": {}}, "stop: must be a list, each a text that is not empty, got an object"),
+        ({"nvext": [1]}, "nvext: must be an object, got a list"),
+        ({"nvext": "x" * 70}, f'nvext: must be an object, got "{"x" * 56}...'),
+    ],
+)
+async def test_a_message_shows_a_value_as_json(fields: dict[str, Any], message: str) -> None:
+    """A text has its quotes: "2" is not refused as the 2 that was wanted."""
+    async with house(says(*CHUNKS)) as at:
+        body = encoded({"model": "m", "prompt": "a", **fields})
+        status, error = error_of(await at.ask(post(body, path="/v1/completions")))
+    assert (status, error["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [(["a", [1]], "prompt[1]"), ([[1], [2], "a"], "prompt[2]"), ([[1], 2], "prompt[1]"), (["a", True], "prompt[1]")],
+)
+async def test_prompts_of_two_kinds(prompt: Any, param: str) -> None:
+    async with house(says(*CHUNKS)) as at:
+        body = encoded({"model": "m", "prompt": prompt})
+        status, error = error_of(await at.ask(post(body, path="/v1/completions")))
+        assert at.frontends[0].requests == []
+    assert (status, error["param"]) == (400, param)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
 async def test_a_compressed_body(path: str) -> None:
     async with house(says(*CHUNKS)) as at:

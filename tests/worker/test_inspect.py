@@ -456,7 +456,9 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--processors", "[1]"], "logits_processors.processors[0]: expected an object, got 1"),
     (["--sampling", "[1]"], "--sampling: expected a JSON object, got '[1]'"),
+    (["--sampling", "[" * 100_000], "--sampling: is not JSON: "),
     (["--sampling", '{"heat": 2}'], "sampling_options.heat"),
+    (["--prompt", "\udcff"], "--prompt: is not UTF-8"),  # as Python reads such a byte of a command line
     (["--compare", "99999999999999999999999"], "--compare: must be an integer from 0 to"),
 ]
 

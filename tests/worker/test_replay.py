@@ -350,12 +350,19 @@ async def test_bad_receipts_name_the_field(
 async def test_bad_command_lines(receipt: dict[str, Any], files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     assert await files.replay(receipt, PROMPT, "--position", "3") == 2
     assert f"--position must be one of the answer's, {len(PROMPT)} to " in capsys.readouterr().err
+    for prompt in ({"messages": [{"role": "user", "content": "\ud800"}]}, {"prompt": "\udc00"}):
+        assert await files.replay(receipt, prompt) == 2
+        assert "a text has half of a surrogate pair" in capsys.readouterr().err
     assert await files.replay(receipt, PROMPT, "--max-num-seqs", "0") == 2
     assert "--max-num-seqs must be an integer of at least 1" in capsys.readouterr().err
     assert main(["replay"]) == 2
     assert "the first argument must be the receipt's file" in capsys.readouterr().err
     assert main(["replay", str(files.receipt.with_name("none")), "--prompt-file", "x", "--model-path", "y"]) == 2
     assert "none: No such file or directory" in capsys.readouterr().err
+    deep = files.receipt.with_name("deep.json")
+    deep.write_text("[" * 100_000)
+    assert main(["replay", str(deep), "--prompt-file", "x", "--model-path", "y"]) == 2
+    assert "deep.json: is not JSON: " in capsys.readouterr().err
     assert main(["replay", str(files.receipt), "--model-path", "y"]) == 2
     assert "--prompt-file" in capsys.readouterr().err
 

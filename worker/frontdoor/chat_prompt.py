@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.values import shown
 
 Body = dict[str, Any]
 
@@ -24,10 +25,10 @@ _PLACEHOLDER = [{"role": "user", "content": "-"}]
 def check_ids(path: str, value: Any) -> None:
     """Raises `FieldRefused` for what is no list of token ids, at least one."""
     if not isinstance(value, list) or not value:
-        raise FieldRefused(path, f"must be a list of token ids that is not empty, got {_shown(value)}")
+        raise FieldRefused(path, f"must be a list of token ids that is not empty, got {shown(value)}")
     for place, one in enumerate(value):
         if type(one) is not int or not 0 <= one < 2**32:
-            raise FieldRefused(f"{path}[{place}]", f"must be a token id, got {_shown(one)}")
+            raise FieldRefused(f"{path}[{place}]", f"must be a token id, got {shown(one)}")
 
 
 def with_prompt_as_messages(fields: Body) -> Body:
@@ -46,12 +47,8 @@ def with_prompt_as_messages(fields: Body) -> Body:
             raise FieldRefused(name, "is for the chat template, which makes no prompt of token ids")
     nvext = fields.get("nvext")
     if not isinstance(nvext, dict | None):
-        raise FieldRefused("nvext", f"must be an object, got {type(nvext).__name__}")
+        raise FieldRefused("nvext", f"must be an object, got {shown(nvext)}")
     if (nvext or {}).get("token_data") is not None:
         raise FieldRefused("prompt", "cannot be given beside nvext.token_data; give one of them")
     made = {name: value for name, value in fields.items() if name != "prompt"}
     return {**made, "messages": _PLACEHOLDER, "nvext": {**(nvext or {}), "token_data": fields["prompt"]}}
-
-
-def _shown(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, list | dict) else str(value)[:40]

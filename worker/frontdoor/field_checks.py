@@ -14,7 +14,7 @@ from worker.errors import InvalidRequest
 from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
-from worker.frontdoor.values import Object, keys_within, printable
+from worker.frontdoor.values import Object, keys_within, shown
 from worker.runtimes.direct.pictures import is_picture, picture_url
 from worker.sampling import MAX_LOGPROBS
 
@@ -74,10 +74,10 @@ def stops(name: str) -> Check:
 def _entries(path: str, value: Any, is_entry: Callable[[Any], bool], what: str) -> None:
     """Refuse what is no list of such entries."""
     if not isinstance(value, list):
-        raise FieldRefused(path, f"must be a list, each {what}, got {_shown(value)}")
+        raise FieldRefused(path, f"must be a list, each {what}, got {shown(value)}")
     for i, each in enumerate(value):
         if not is_entry(each):
-            raise FieldRefused(f"{path}[{i}]", f"must be {what}, got {_shown(each)}")
+            raise FieldRefused(f"{path}[{i}]", f"must be {what}, got {shown(each)}")
 
 
 def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
@@ -115,22 +115,22 @@ annotations are part of an answer that a client sends back, breakpoints are hint
 
 def messages(value: Any, body: Body) -> None:
     if not isinstance(value, list):
-        raise FieldRefused("messages", f"must be a list of messages, got {_shown(value)}")
+        raise FieldRefused("messages", f"must be a list of messages, got {shown(value)}")
     if not value and body.get("tools"):  # their text would be a message, and the frontend refuse none
         raise FieldRefused("messages", "must have at least one message")
     for i, message in enumerate(value):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise FieldRefused(path, f"must be an object, got {type(message).__name__}")
+            raise FieldRefused(path, f"must be an object, got {shown(message)}")
         _known_keys(path, message, _MESSAGE_KEYS)
         role = message.get("role")
         if role not in _ROLES:
-            raise FieldRefused(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {_shown(role)}")
+            raise FieldRefused(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {shown(role)}")
         for key in ("name", "tool_call_id", "refusal", "reasoning_content"):
             _must_be(f"{path}.{key}", message.get(key), str, "a text")
         content = message.get("content")
         if not isinstance(content, str | list | None):
-            raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
+            raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {shown(content)}")
         for key in ("name", "content") if role == "function" else ():  # the frontend fails without them
             if not isinstance(message.get(key), str):
                 raise FieldRefused(f"{path}.{key}", "must be a text in a message of the role function")
@@ -144,10 +144,10 @@ def messages(value: Any, body: Body) -> None:
                 _picture(f"{path}.content[{j}]", role, part)
                 continue
             if kind != "text":
-                problem = f"must be of type text or image_url, got {printable(str(kind))}"
+                problem = f"must be of type text or image_url, got {shown(kind)}"
                 raise FieldRefused(f"{path}.content[{j}]", problem)
             if not isinstance(part.get("text"), str):
-                raise FieldRefused(f"{path}.content[{j}].text", f"must be a text, got {_shown(part.get('text'))}")
+                raise FieldRefused(f"{path}.content[{j}].text", f"must be a text, got {shown(part.get('text'))}")
             _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
 
 
@@ -165,25 +165,20 @@ def _calls(path: str, value: Any) -> None:
     _must_be(path, value, list, "a list of calls")
     for i, call in enumerate(value):
         if not isinstance(call, dict):
-            raise FieldRefused(f"{path}[{i}]", f"must be an object, got {type(call).__name__}")
+            raise FieldRefused(f"{path}[{i}]", f"must be an object, got {shown(call)}")
         kind, function = call.get("type"), call.get("function")
         if kind not in (None, "function"):
-            raise FieldRefused(f"{path}[{i}].type", f"must be function, got {printable(str(kind))}")
+            raise FieldRefused(f"{path}[{i}].type", f"must be function, got {shown(kind)}")
         _must_be(f"{path}[{i}].id", call.get("id"), str, "a text")
         _must_be(f"{path}[{i}].function", function, dict, "an object")
         for key in ("name", "arguments"):
             _must_be(f"{path}[{i}].function.{key}", (function or {}).get(key), str, "a text")
 
 
-def _shown(value: Any) -> str:
-    """A value for a message: its type where it has parts."""
-    return type(value).__name__ if isinstance(value, list | dict) else printable(str(value))
-
-
 def _must_be(path: str, value: Any, kind: type, what: str) -> None:
     """Refuse a value of another type, unless it is null."""
     if value is not None and not isinstance(value, kind):
-        raise FieldRefused(path, f"must be {what}, got {type(value).__name__}")
+        raise FieldRefused(path, f"must be {what}, got {shown(value)}")
 
 
 _FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -197,10 +192,10 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
 
 def response_format(value: Any, body: Body) -> None:
     if not isinstance(value, dict):
-        raise FieldRefused("response_format", f"must be an object, got {_shown(value)}")
+        raise FieldRefused("response_format", f"must be an object, got {shown(value)}")
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
-        raise FieldRefused("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {printable(str(kind))}")
+        raise FieldRefused("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {shown(kind)}")
     _known_keys("response_format", value, _FORMATS[kind])
     if kind == "json_schema":
         schema = value.get("json_schema")
@@ -237,14 +232,14 @@ def tools(value: Any, body: Body) -> None:
         path = f"tools[{i}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
-            raise FieldRefused(f"{path}.type", f"must be function, got {printable(str(kind))}")
+            raise FieldRefused(f"{path}.type", f"must be function, got {shown(kind)}")
         _known_keys(path, tool, ("type", "function"))
         function = tool.get("function")
         if not isinstance(function, dict):
-            raise FieldRefused(f"{path}.function", f"must be an object, got {_shown(function)}")
+            raise FieldRefused(f"{path}.function", f"must be an object, got {shown(function)}")
         _known_keys(f"{path}.function", function, ("name", "description", "parameters", "strict"))
         if not isinstance(function.get("name"), str):
-            raise FieldRefused(f"{path}.function.name", f"must be a text, got {_shown(function.get('name'))}")
+            raise FieldRefused(f"{path}.function.name", f"must be a text, got {shown(function.get('name'))}")
         _must_be(f"{path}.function.description", function.get("description"), str, "a text")
         _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
         _must_be(f"{path}.function.parameters", function.get("parameters"), dict, "a JSON Schema, an object")
@@ -255,16 +250,16 @@ def tool_choice(value: Any, body: Body) -> None:
         allowed_places(body)
     elif isinstance(value, dict):
         if value.get("type") != "function":
-            kind = printable(str(value.get("type")))
+            kind = shown(value.get("type"))
             raise FieldRefused("tool_choice.type", f"must be function or allowed_tools, got {kind}")
         keys_within("tool_choice", value, ("type", "function"))
         function = value.get("function")
         _known_keys("tool_choice.function", function, ("name",))
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
-            raise FieldRefused("tool_choice.function.name", f"must be a text, got {_shown(name)}")
+            raise FieldRefused("tool_choice.function.name", f"must be a text, got {shown(name)}")
     elif value not in _CHOICES:
-        raise FieldRefused("tool_choice", f"must be one of {', '.join(_CHOICES)}, or an object, got {_shown(value)}")
+        raise FieldRefused("tool_choice", f"must be one of {', '.join(_CHOICES)}, or an object, got {shown(value)}")
     if forces_call(body) and not body.get("tools"):
         raise FieldRefused("tool_choice", "forces a call, and there are no tools")
 
@@ -273,25 +268,28 @@ def prompt(value: Any, body: Body) -> None:
     is_list = isinstance(value, list) and not (value and all(type(one) is int for one in value))
     if is_list and not value:
         raise FieldRefused("prompt", "must not be empty")
+    kinds = {type(one) for one in value} if is_list else set()
     for i, one in enumerate(value if is_list else [value]):
         path = f"prompt[{i}]" if is_list else "prompt"
+        if kinds == {str, list} and not isinstance(one, type(value[0])):
+            raise FieldRefused(path, "must be as prompt[0] is: all are texts, or all are lists of token ids")
         if not isinstance(one, str | list) or one == []:
-            raise FieldRefused(path, f"must be a text, or a list of token ids that is not empty, got {_shown(one)}")
+            raise FieldRefused(path, f"must be a text, or a list of token ids that is not empty, got {shown(one)}")
         for j, token in enumerate(one if isinstance(one, list) else ()):
             if type(token) is not int or not 0 <= token < 2**32:
-                raise FieldRefused(f"{path}[{j}]", f"must be a token id, got {_shown(token)}")
+                raise FieldRefused(f"{path}[{j}]", f"must be a token id, got {shown(token)}")
 
 
 def logprobs(value: Any, body: Body) -> None:
     if "messages" in body:
         _must_be("logprobs", value, bool, "true or false")
     elif type(value) is not int or value < 0:
-        raise FieldRefused("logprobs", f"must be an integer of at least 0, got {_shown(value)}")
+        raise FieldRefused("logprobs", f"must be an integer of at least 0, got {shown(value)}")
 
 
 def top_logprobs(value: Any, body: Body) -> None:
     if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        raise FieldRefused("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {_shown(value)}")
+        raise FieldRefused("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(value)}")
     if value and body.get("logprobs") is not True:
         raise FieldRefused("top_logprobs", "needs logprobs: true")
 
@@ -314,7 +312,7 @@ def read_by_handler(name: str) -> Check:
 
 def prompt_logprobs(value: Any, body: Body) -> None:
     if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        raise FieldRefused("prompt_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {_shown(value)}")
+        raise FieldRefused("prompt_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(value)}")
     # where no handler reads them from the worker's data they would be lost
     nvext = body.get("nvext")
     if not isinstance(nvext, dict) or "engine_data" not in (nvext.get("extra_fields") or ()):
@@ -327,7 +325,7 @@ def one_guide(name: str) -> Check:
             raise FieldRefused(name, "must not be empty")
         types, what = _GUIDE_TYPES[name]
         if not isinstance(value, types):
-            raise FieldRefused(name, f"must be {what}, got {_shown(value)}")
+            raise FieldRefused(name, f"must be {what}, got {shown(value)}")
         if isinstance(value, list):
             _entries(name, value, lambda each: isinstance(each, str) and bool(each), "a text that is not empty")
         guides = [other for other in GUIDES if body.get(other) is not None]
@@ -375,4 +373,4 @@ def nvext(value: Any, body: Body) -> None:
 
 def num_choices(value: Any, body: Body) -> None:
     if type(value) is not int or not 1 <= value <= MAX_CHOICES:
-        raise FieldRefused("n", f"must be an integer from 1 to {MAX_CHOICES}, got {printable(str(value))}")
+        raise FieldRefused("n", f"must be an integer from 1 to {MAX_CHOICES}, got {shown(value)}")

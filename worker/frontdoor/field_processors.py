@@ -11,6 +11,7 @@ from adapters.contract import MAX_LIST
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import ClientField
+from worker.frontdoor.values import shown
 from worker.sampling import Control
 
 
@@ -51,7 +52,7 @@ def bias_as_processor(bias: Any) -> FieldProcessor | None:
     if bias is None or bias == {}:
         return None
     if not isinstance(bias, dict):
-        raise FieldRefused("logit_bias", f"must be an object of token ids and numbers, got {type(bias).__name__}")
+        raise FieldRefused("logit_bias", f"must be an object of token ids and numbers, got {shown(bias)}")
     if len(bias) > MAX_LIST:  # before processors are made of them
         raise FieldRefused("logit_bias", f"must have at most {MAX_LIST} entries, got {len(bias)}")
     try:

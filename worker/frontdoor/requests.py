@@ -26,7 +26,7 @@ from worker.frontdoor.tools import (
     structural_tag_as_processor,
     tools_as_processor,
 )
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import printable, shown
 from worker.requests.fields import client_annotations
 from worker.sampling import SamplingParams
 
@@ -313,7 +313,7 @@ def _checked(text: str, catalog: Catalog, name: Callable[[str], str]) -> Selecti
 def _annotate(fields: Body, replaced: list[str], annotation: str, receipt: bool, name: Callable[[str], str]) -> None:
     nvext = fields.get("nvext")
     if nvext is not None and not isinstance(nvext, dict):
-        raise FieldRefused("nvext", f"must be an object, got {type(nvext).__name__}")
+        raise FieldRefused("nvext", f"must be an object, got {shown(nvext)}")
     nvext = dict(nvext or {})
     others = [text for text in nvext.get("annotations") or () if text not in replaced]
     try:
@@ -323,6 +323,6 @@ def _annotate(fields: Body, replaced: list[str], annotation: str, receipt: bool,
     if receipt:
         extra = nvext.get("extra_fields") or []
         if not isinstance(extra, list):
-            raise FieldRefused("nvext.extra_fields", f"must be a list, got {type(extra).__name__}")
+            raise FieldRefused("nvext.extra_fields", f"must be a list, got {shown(extra)}")
         nvext["extra_fields"] = [*extra, *(() if "engine_data" in extra else ("engine_data",))]
     fields["nvext"] = nvext

@@ -9,7 +9,7 @@ from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.nvext import taken_entries, with_annotations, with_engine_data
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import shown
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
 from worker.sampling import LOGPROBS_MODES
@@ -46,9 +46,9 @@ class Returned:
         """The fields of a request. Raises `FieldRefused`."""
         token_ids, mode = fields.get("return_token_ids"), fields.get("logprobs_mode")
         if token_ids is not None and type(token_ids) is not bool:
-            raise FieldRefused("return_token_ids", f"must be true or false, got {printable(str(token_ids))}")
+            raise FieldRefused("return_token_ids", f"must be true or false, got {shown(token_ids)}")
         if mode is not None and mode not in LOGPROBS_MODES:
-            problem = f"must be one of {', '.join(LOGPROBS_MODES)}, got {printable(str(mode))}"
+            problem = f"must be one of {', '.join(LOGPROBS_MODES)}, got {shown(mode)}"
             raise FieldRefused("logprobs_mode", problem)
         extra = frozenset(EXTRA_FIELDS).intersection(_extra_fields(fields))
         if extra and fields.get("n") not in (None, 1):

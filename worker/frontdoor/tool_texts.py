@@ -15,6 +15,7 @@ from adapters.calls import FORMATS, CallFormat, written_calls
 from adapters.calls.detection import ToolSupport
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
+from worker.frontdoor.values import shown
 
 _SHORT_ID_LENGTH = 9
 _PART = "\n\n"
@@ -162,7 +163,7 @@ def _named_calls(calls: Any, names: dict[str, str], path: str) -> Iterator[tuple
 def _arguments(text: Any, path: str) -> dict[str, Any] | str:
     """The arguments of an earlier call; of one that was cut, the text that there is."""
     if text is not None and not isinstance(text, str):
-        raise FieldRefused(path, f"must be a text, got {type(text).__name__}")
+        raise FieldRefused(path, f"must be a text, got {shown(text)}")
     try:
         found = json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -43,16 +43,14 @@ def integer(path: str, value: Any, least: int, most: int | None = None) -> int:
     """``value``, an integer within bounds. Raises `FieldRefused`."""
     if type(value) is not int or value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        shown = value if type(value) is int else kind_of(value)
-        raise FieldRefused(path, f"must be an integer {bounds}, got {shown}")
+        raise FieldRefused(path, f"must be an integer {bounds}, got {shown(value)}")
     return value
 
 
 def one_of(path: str, value: Any, known: Collection[str]) -> str:
     """``value``, one of some texts. Raises `FieldRefused`."""
     if not isinstance(value, str) or value not in known:
-        shown = printable(value) if isinstance(value, str) else kind_of(value)
-        raise FieldRefused(path, f"must be one of {', '.join(known)}; got {shown}")
+        raise FieldRefused(path, f"must be one of {', '.join(known)}; got {shown(value)}")
     return value
 
 
@@ -80,6 +78,14 @@ def cache_control(path: str, value: Mapping[str, Any]) -> None:
 def printable(key: str) -> str:
     """A client's key or value for a message: at most 60 characters of printable ASCII."""
     text = json.dumps(key)[1:-1]
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shown(value: Any) -> str:
+    """A client's value for a message: at most 60 characters of JSON; its kind if it has parts."""
+    if isinstance(value, list | dict):
+        return kind_of(value)
+    text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from adapters.catalog import SelectionError, parse_selection
+from adapters.strict_json import has_half_a_pair
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.errors import ConfigurationError, ServingError, one_line
 from worker.inspect.page import page
@@ -173,6 +174,8 @@ def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[In
 
 def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     text = options.prompt
+    if has_half_a_pair(text):
+        raise ConfigurationError("--prompt: is not UTF-8")
     if options.chat:
         try:
             messages = [{"role": "user", "content": text}]
@@ -219,7 +222,7 @@ def _selection_text(text: str) -> str:
 def _object(text: str, option: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{option}: is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigurationError(f"{option}: expected a JSON object, got {text[:60]!r}")

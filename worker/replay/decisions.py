@@ -136,7 +136,7 @@ def read_answer(path: Path, receipt: RecordedReceipt, end_token_ids: Collection[
     """
     try:
         found = _ids(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"--answer-file {path}: {error}") from None
     if found is None:
         wanted = "expected a JSON list of token ids, or a response with logprobs and return_tokens_as_token_ids"

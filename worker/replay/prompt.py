@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adapters.strict_json import has_half_a_pair
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
@@ -28,7 +29,7 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[in
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--prompt-file {path}: {error}") from None
-    found = [list(ids) for ids in _encodings(content, tokenizer)]
+    found = [list(ids) for ids in _encodings(path, content, tokenizer)]
     for ids in found:
         if str(TokenDigest(ids)) == receipt.prompt_digest:
             return ids
@@ -39,11 +40,11 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[in
     )
 
 
-def _encodings(content: str, tokenizer: Any) -> list[Sequence[int]]:
+def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
     """The token ids that a prompt file may stand for."""
     try:
         data = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         data = content
     if _are_ids(data):
         return [data]
@@ -64,6 +65,8 @@ def _encodings(content: str, tokenizer: Any) -> list[Sequence[int]]:
         except Exception as error:  # the boundary of the checkpoint's chat template
             raise ConfigurationError(f"--prompt-file: the chat template failed: {error}") from None
         texts = [made]
+    if any(map(has_half_a_pair, texts)):
+        raise ConfigurationError(f"--prompt-file {path}: a text has half of a surrogate pair")
     return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
 
 

@@ -161,7 +161,7 @@ def read_receipt(path: Path) -> Recorded:
         raise ConfigurationError(f"{path}: request: is not in this chunk's receipt; it comes with the finish reason")
     try:
         text = json.loads(receipt.request)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: request: is not JSON: {error}") from None
     request = _validated(RecordedRequest, text, f"{path}: request")
     try:
@@ -176,7 +176,7 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: is not JSON: {error}") from None
 
 

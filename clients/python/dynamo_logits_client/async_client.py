@@ -19,6 +19,7 @@ from dynamo_logits_client.calls import (
     TIMEOUT_S,
     Server,
     body_of,
+    checked_timeout,
     data_of,
 )
 from dynamo_logits_client.errors import Refused, TimedOut, Unreachable
@@ -35,7 +36,8 @@ class AsyncClient:
         http: Client of httpx to send with, whose timeouts then count; it is not closed.
 
     Raises:
-        ValueError: the address is no ``http://`` or ``https://`` one.
+        ValueError: the address is no ``http://`` or ``https://`` one, no header can have the key,
+            or the timeout is not positive.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class AsyncClient:
     ) -> None:
         self._server = Server(base_url, api_key, headers)
         self._owns_http = http is None
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False) if http is None else http
+        self._http = httpx.AsyncClient(timeout=checked_timeout(timeout_s), trust_env=False) if http is None else http
 
     async def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Answer:
         """Answer a chat. Arguments and errors are those of `Client.chat`."""

@@ -17,6 +17,9 @@ BASE_URL = "http://127.0.0.1:8000/v1"
 TIMEOUT_S = 600.0
 """Seconds for which a server may send nothing."""
 
+MAX_TIMEOUT_S = 10**9
+"""Largest timeout, which every socket takes."""
+
 CHAT, COMPLETIONS, MODELS, CATALOGUE = "/chat/completions", "/completions", "/models", "/logits_processors"
 
 
@@ -30,7 +33,7 @@ class Server:
         headers: Further headers of every request.
 
     Raises:
-        ValueError: the address is no ``http://`` or ``https://`` one.
+        ValueError: the address is no ``http://`` or ``https://`` one, or the key fits no header.
     """
 
     base_url: str = BASE_URL
@@ -38,8 +41,11 @@ class Server:
     headers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_address(self.base_url):
+        if not isinstance(self.base_url, str) or not _is_address(self.base_url):
             raise ValueError(f"base_url: expected http://host:port/v1 or https://host:port/v1, got {self.base_url!r}")
+
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key: expected printable ASCII")
 
     def url(self, path: str) -> str:
         """The whole address of an endpoint."""
@@ -62,6 +68,13 @@ def _is_address(url: str) -> bool:
     except ValueError:  # the port is no number up to 65535
         return False
     return has_host and parts.scheme in ("http", "https") and not parts.query and not parts.fragment
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """Seconds for which a server may send nothing. Raises `ValueError`."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s: expected seconds above 0 and at most {MAX_TIMEOUT_S}, got {timeout_s!r}")
+    return timeout_s
 
 
 def body_of(fields: Mapping[str, Any], *, stream: bool) -> bytes:

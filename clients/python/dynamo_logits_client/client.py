@@ -19,6 +19,7 @@ from dynamo_logits_client.calls import (
     TIMEOUT_S,
     Server,
     body_of,
+    checked_timeout,
     data_of,
 )
 from dynamo_logits_client.errors import Refused, TimedOut, Unreachable
@@ -36,7 +37,8 @@ class Client:
         headers: Further headers of every request.
 
     Raises:
-        ValueError: the address is no ``http://`` or ``https://`` one.
+        ValueError: the address is no ``http://`` or ``https://`` one, no header can have the key,
+            or the timeout is not positive.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._server = Server(base_url, api_key, headers)
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_timeout(timeout_s)
 
     def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Answer:
         """Answer a chat.

@@ -438,6 +438,14 @@ def test_nothing_starts_if_one_prompt_is_refused(engine: Engine) -> None:
         engine.generate([[5]], processors=[{"name": "min_token"}])
     with pytest.raises(InvalidRequest, match=r"prompts\[1\]: must be a text or a list of token ids"):
         engine.generate([[5], 7])
+    for value in ({"prompt": "a"}, {"prompt_token_ids": [5]}, None, 5, b"a", iter(["a"])):  # vLLM takes the first two
+        with pytest.raises(InvalidRequest, match=r"^prompts: must be texts or lists of token ids, or a single one"):
+            engine.generate(value)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^prompts\[1\].prompt: has half of a surrogate pair"):
+        engine.generate(["a", "\ud800"])
+    for params in ({"max_tokens": 2}, [{"max_tokens": 2}], "max_tokens"):
+        with pytest.raises(ValueError, match=r"^sampling_params must be SamplingParams"):
+            engine.generate([[5]], params)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate([[5], [6]], [SamplingParams()])
     with pytest.raises(ValueError, match="2 prompts and 1 lists of processors"):

@@ -11,7 +11,7 @@ from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
 from worker.frontdoor.returned_tokens import Returned
 from worker.frontdoor.translated import is_zero
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import shown
 from worker.sampling import MAX_LOGPROBS
 
 MAX_COMPLETION_LOGPROBS = 5
@@ -109,14 +109,14 @@ def num_prompt_logprobs(fields: Body) -> int | None:
 def _flag(name: str, fields: Body) -> bool:
     value = fields.get(name)
     if value is not None and type(value) is not bool:
-        raise FieldRefused(name, f"must be true or false, got {printable(str(value))}")
+        raise FieldRefused(name, f"must be true or false, got {shown(value)}")
     return bool(value)
 
 
 def _count(name: str, fields: Body, most: int) -> int | None:
     value = fields.get(name)
     if value is not None and (type(value) is not int or not 0 <= value <= most):
-        raise FieldRefused(name, f"must be an integer from 0 to {most}, got {printable(str(value))}")
+        raise FieldRefused(name, f"must be an integer from 0 to {most}, got {shown(value)}")
     return value
 
 
@@ -127,7 +127,7 @@ def _usage(fields: Body, is_streamed: bool) -> bool:
     if not is_streamed:
         raise FieldRefused("stream_options", "needs stream: true")
     if not isinstance(options, dict):
-        raise FieldRefused("stream_options", f"must be an object, got {type(options).__name__}")
+        raise FieldRefused("stream_options", f"must be an object, got {shown(options)}")
     field_checks.stream_options(options, fields)
     if options.get("continuous_usage_stats"):
         problem = "is not supported beside echo, logprobs, prompt_logprobs and max_tokens: 0"

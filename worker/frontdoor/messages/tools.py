@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.values import Object, printable
+from worker.frontdoor.values import Object
 
 _KEYS = (
     "type",
@@ -65,11 +65,10 @@ def _tool(path: str, given: Any) -> Object:
     tool = values.object_of(path, given)
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        shown = printable(kind) if isinstance(kind, str) else values.kind_of(kind)
         raise FieldRefused(
             f"{path}.type",
-            f"must be custom, got {shown}: nothing runs on this server, and a tool that the client runs needs its "
-            "input_schema",
+            f"must be custom, got {values.shown(kind)}: nothing runs on this server, and a tool that the client runs "
+            "needs its input_schema",
         )
     values.keys_within(path, tool, _KEYS)
     values.cache_control(path, tool)

@@ -10,7 +10,7 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_types import count, is_one_of, truth
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import printable, shown
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
@@ -39,7 +39,7 @@ def top_logprobs(value: Any, body: Body) -> None:
 def metadata(value: Any, body: Body) -> None:
     """Refuse metadata that OpenAI's API refuses."""
     if not isinstance(value, dict):
-        raise FieldRefused("metadata", f"must be an object, got {type(value).__name__}")
+        raise FieldRefused("metadata", f"must be an object, got {shown(value)}")
     if len(value) > 16:
         raise FieldRefused("metadata", f"must have at most 16 pairs, got {len(value)}")
     for key, each in value.items():
@@ -80,7 +80,7 @@ def reasoning(value: Any, body: Body) -> None:
     given = values.object_within("reasoning", value, ("effort", "summary", "generate_summary", "context", "mode"))
     effort = given.get("effort")
     if effort is not None and effort not in EFFORTS:
-        problem = f"must be one of {', '.join(EFFORTS)}, got {printable(str(effort))}"
+        problem = f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}"
         raise FieldRefused("reasoning.effort", problem)
     for key in ("summary", "generate_summary"):
         refuse_unless(
@@ -100,7 +100,7 @@ def text_config(value: Any, body: Body) -> None:
     if wanted is None:
         return
     if not isinstance(wanted, dict):
-        raise FieldRefused("text.format", f"must be an object, got {type(wanted).__name__}")
+        raise FieldRefused("text.format", f"must be an object, got {shown(wanted)}")
     kind = kind_at("text.format.type", wanted.get("type"), FORMATS)
     values.object_within("text.format", wanted, kind.keys)
     if kind.name == "json_schema":

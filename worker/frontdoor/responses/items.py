@@ -11,7 +11,7 @@ from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.responses.checks import refuse_unless
 from worker.frontdoor.responses.kinds import ITEMS, PARTS, kind_at
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import printable, shown
 
 Item = dict[str, Any]
 Found = Callable[[str], Item | None]
@@ -62,13 +62,13 @@ def input_items(value: Any, found: Found) -> list[PlacedItem]:
     if isinstance(value, str):
         return [PlacedItem("input", _message("input", {"role": "user", "content": value}), whole=True)]
     if not isinstance(value, list):
-        raise FieldRefused("input", f"must be a text or a list of items, got {type(value).__name__}")
+        raise FieldRefused("input", f"must be a text or a list of items, got {shown(value)}")
     return [_placed(f"input[{i}]", item, found) for i, item in enumerate(value)]
 
 
 def _placed(path: str, item: Any, found: Found) -> PlacedItem:
     if not isinstance(item, dict):
-        raise FieldRefused(path, f"must be an object, got {type(item).__name__}")
+        raise FieldRefused(path, f"must be an object, got {shown(item)}")
     kind = kind_at(f"{path}.type", _type_of(item), ITEMS)
     values.object_within(path, item, kind.keys)
     if kind.name == "item_reference":
@@ -91,7 +91,7 @@ def _with_id(path: str, item: Mapping[str, Any], kind: str, **fields: Any) -> It
     given = item.get("id")
     status = item.get("status") or "completed"
     if status not in _STATUSES:
-        raise FieldRefused(f"{path}.status", f"must be one of {', '.join(_STATUSES)}, got {printable(str(status))}")
+        raise FieldRefused(f"{path}.status", f"must be one of {', '.join(_STATUSES)}, got {shown(status)}")
     return {
         "id": new_id(kind) if given is None else values.text(f"{path}.id", given),
         "type": kind,
@@ -103,13 +103,13 @@ def _with_id(path: str, item: Mapping[str, Any], kind: str, **fields: Any) -> It
 def _message(path: str, item: Mapping[str, Any]) -> Item:
     role = item.get("role")
     if role not in ROLES:
-        raise FieldRefused(f"{path}.role", f"must be one of {', '.join(ROLES)}, got {printable(str(role))}")
+        raise FieldRefused(f"{path}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
     content = item.get("content")
     if isinstance(content, str):
         kind = "output_text" if role == "assistant" else "input_text"
         content = [{"type": kind, "text": content}]
     elif not isinstance(content, list):
-        raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {type(content).__name__}")
+        raise FieldRefused(f"{path}.content", f"must be a text or a list of parts, got {shown(content)}")
     parts = [_part(f"{path}.content[{i}]", part, _ALLOWED.get(role, _TEXT)) for i, part in enumerate(content)]
     if role == "assistant":
         parts = [_as_output(part) for part in parts]
@@ -119,7 +119,7 @@ def _message(path: str, item: Mapping[str, Any]) -> Item:
 
 def _part(path: str, part: Any, allowed: Sequence[str]) -> Item:
     if not isinstance(part, dict):
-        raise FieldRefused(path, f"must be an object, got {type(part).__name__}")
+        raise FieldRefused(path, f"must be an object, got {shown(part)}")
     kind = kind_at(f"{path}.type", part.get("type"), PARTS)
     if kind.name not in allowed:
         problem = f"must be {' or '.join(allowed)} here, got {kind.name}"
@@ -192,7 +192,7 @@ def _texts(path: str, value: Any, kind: str) -> list[Item]:
     for i, part in enumerate(parts):
         values.object_within(f"{path}[{i}]", part, ("type", "text"))
         if part.get("type") != kind:
-            raise FieldRefused(f"{path}[{i}].type", f"must be {kind}, got {printable(str(part.get('type')))}")
+            raise FieldRefused(f"{path}[{i}].type", f"must be {kind}, got {shown(part.get('type'))}")
         values.text(f"{path}[{i}].text", part.get("text"))
     return parts
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.fields import Fate
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def kind_at(path: str, name: Any, table: Mapping[str, Kind]) -> Kind:
     kind = table.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(each.name for each in table.values() if each.fate != "refused")
-        raise FieldRefused(path, f"must be one of {known}, got {printable(str(name))}")
+        raise FieldRefused(path, f"must be one of {known}, got {shown(name)}")
     if kind.fate == "refused":
         raise FieldRefused(path, f"{kind.name} is refused: {kind.why}", code="unsupported_value")
     return kind

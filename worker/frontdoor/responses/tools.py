@@ -9,6 +9,7 @@ from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.responses.checks import refuse_unless
 from worker.frontdoor.responses.kinds import TOOL_CHOICES, TOOLS, kind_at
+from worker.frontdoor.values import shown
 
 Tool = dict[str, Any]
 _CHAT_ALLOWED = "tool_choice.allowed_tools"
@@ -47,7 +48,7 @@ def chat_tools(tools: Any, choice: Any) -> tuple[dict[str, Any], Mapping[str, st
 
 def _function(path: str, tool: Any) -> Tool:
     if not isinstance(tool, dict):
-        raise FieldRefused(path, f"must be an object, got {type(tool).__name__}")
+        raise FieldRefused(path, f"must be an object, got {shown(tool)}")
     kind = kind_at(f"{path}.type", tool.get("type"), TOOLS)
     values.object_within(path, tool, kind.keys)
     refuse_unless(

@@ -12,7 +12,7 @@ from worker.frontdoor.field_checks import stream_options
 from worker.frontdoor.returned_tokens import Body
 from worker.frontdoor.rollouts.sglang_request import DEFAULTS as SGLANG_DEFAULTS
 from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, flag
-from worker.frontdoor.values import keys_within, printable
+from worker.frontdoor.values import keys_within, shown
 from worker.sampling import MAX_LOGPROBS
 
 DEFAULTS: Body = {**SGLANG_DEFAULTS, "max_tokens": 16}
@@ -100,7 +100,7 @@ def read(fields: Body) -> InferenceRequest:
     check_ids("token_ids", fields.get("token_ids"))
     params = fields.get("sampling_params")
     if not isinstance(params, dict):
-        raise FieldRefused("sampling_params", f"must be an object, got {type(params).__name__}")
+        raise FieldRefused("sampling_params", f"must be an object, got {shown(params)}")
     check_names(params, dict.fromkeys(SAMPLING), _SAMPLING_REFUSED, "sampling_params.")
     top, scores = (_count(params, name) for name in ("logprobs", "prompt_logprobs"))
     given = {name: value for name, value in params.items() if name in SAMPLING and value is not None}
@@ -114,7 +114,7 @@ def read(fields: Body) -> InferenceRequest:
         del completion["stop"]
     mode = fields.get("output_mode", "tokens")
     if mode not in ("tokens", "text"):
-        raise FieldRefused("output_mode", f"must be tokens or text, got {printable(str(mode))}")
+        raise FieldRefused("output_mode", f"must be tokens or text, got {shown(mode)}")
     if mode == "text" and top is not None:
         raise FieldRefused("sampling_params.logprobs", "have ids, which output_mode text does not; use tokens")
     streams, options = flag(fields, "stream"), fields.get("stream_options")
@@ -145,7 +145,7 @@ def _count(params: Body, name: str) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        problem = f"must be an integer from 0 to {MAX_LOGPROBS}, got {printable(str(value))}"
+        problem = f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(value)}"
         raise FieldRefused(f"sampling_params.{name}", problem)
     return value
 
@@ -156,7 +156,7 @@ def _guide(given: Any) -> Body:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise FieldRefused(path, f"must be an object, got {type(given).__name__}")
+        raise FieldRefused(path, f"must be an object, got {shown(given)}")
     keys_within(path, given, (*_GUIDES, "json_object", "structural_tag"))
     wanted = {name: value for name, value in given.items() if value not in (None, False)}
     if "structural_tag" in wanted:

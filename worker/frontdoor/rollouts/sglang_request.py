@@ -13,7 +13,7 @@ from worker.frontdoor.completions.asked import MAX_PROMPTS
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.returned_tokens import Body
 from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, flag, integer
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import shown
 from worker.sampling import MAX_LOGPROBS
 
 DEFAULTS: Body = {
@@ -205,7 +205,7 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
             own[name] = own[name][index]
     params = {} if own.get("sampling_params") is None else own["sampling_params"]
     if not isinstance(params, dict):
-        raise FieldRefused("sampling_params", f"must be an object, got {type(params).__name__}")
+        raise FieldRefused("sampling_params", f"must be an object, got {shown(params)}")
     check_names(params, SAMPLING, _SAMPLING_REFUSED, "sampling_params.")
     given = {SAMPLING[name]: value for name, value in params.items() if value is not None and name in SAMPLING}
     completion = {**DEFAULTS, **given, "prompt": prompt}
@@ -238,11 +238,11 @@ def _adapt(completion: Body) -> None:
     if type(count) is not int or not 1 <= count <= MAX_CHOICES:
         raise FieldRefused("sampling_params.n", f"must be an integer from 1 to {MAX_CHOICES}")
     if type(tokens) is not int or tokens < 0:
-        problem = f"must be an integer of at least 0, got {printable(str(tokens))}"
+        problem = f"must be an integer of at least 0, got {shown(tokens)}"
         raise FieldRefused("sampling_params.max_new_tokens", problem)
     temperature = completion["temperature"]
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise FieldRefused("sampling_params.temperature", f"must be a number, got {printable(str(temperature))}")
+        raise FieldRefused("sampling_params.temperature", f"must be a number, got {shown(temperature)}")
     if isinstance(completion.get("guided_json"), str):
         try:
             completion["guided_json"] = _STRICT_JSON.decode(completion["guided_json"])

@@ -8,7 +8,7 @@ from typing import Any
 from worker.errors import path_within
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_types import is_one_of
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import printable, shown
 
 TEXT_ONLY = "this worker serves text only"
 
@@ -62,7 +62,7 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool = False) -> bool
     if value is None:
         return default
     if type(value) is not bool:
-        raise FieldRefused(name, f"must be true or false, got {printable(str(value))}")
+        raise FieldRefused(name, f"must be true or false, got {shown(value)}")
     return value
 
 
@@ -72,5 +72,5 @@ def integer(fields: Mapping[str, Any], name: str, low: int, high: int, default: 
     if value is None:
         return default
     if type(value) is not int or not low <= value <= high:
-        raise FieldRefused(name, f"must be an integer from {low} to {high}, got {printable(str(value))}")
+        raise FieldRefused(name, f"must be an integer from {low} to {high}, got {shown(value)}")
     return value

@@ -193,12 +193,14 @@ def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequ
         name = re.split(r"[.\[]", error.field.removeprefix(_PARAMS), maxsplit=1)[0]
         told = _TOLD_PARAMS.get(name, _PARAMS + name)
         return InvalidRequest(told + error.field.removeprefix(_PARAMS + name), error.problem)
+    field = error.field.removeprefix("extra_args.")  # Dynamo's other place of a control
     for ours, theirs in TOLD:
-        rest = path_within(error.field, ours)
+        rest = path_within(field, ours)
         if rest is not None and theirs == "media":
             return InvalidRequest(told_media(rest), error.problem)
         if rest is not None:
-            return InvalidRequest(theirs + rest, error.problem)
+            inner = re.sub(r"^\.args\.\w+", "", rest)  # of the processor that the control runs as
+            return InvalidRequest(theirs + inner, error.problem)
     return error
 
 

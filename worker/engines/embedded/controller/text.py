@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from adapters.strict_json import has_half_a_pair
 from worker.engines.embedded.controller.types import InferenceRequest
 from worker.text.incremental_text import IncrementalText
 
@@ -150,4 +151,6 @@ class Texts:
             return list(request.prompt_tokens)
         if request.prompt is None:
             raise ValueError(f"request {request.request_id!r} has neither prompt nor prompt_tokens")
+        if has_half_a_pair(request.prompt):
+            raise ValueError(f"prompt of request {request.request_id!r} has half of a surrogate pair")
         return self.tokenize_prompt(self.tokenizer, request.prompt, request.sampling_params.add_BOS)

@@ -111,7 +111,9 @@ class InferenceParams:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        if isinstance(self.stop_words, str):
+        if type(self.top_n_logprobs) is not int or self.top_n_logprobs < 0:
+            raise ValueError(f"top_n_logprobs must be an integer of at least 0, got {self.top_n_logprobs!r}")
+        if isinstance(self.stop_words, str) or not isinstance(self.stop_words, Sequence):
             raise ValueError(f"stop_words must be a list of texts, got {self.stop_words!r}")
         self.to_sampling_params(1)
 

@@ -20,7 +20,7 @@ from worker.engines.embedded.offline.results import RequestGroup, Result
 from worker.engines.embedded.offline.session import Session
 from worker.engines.embedded.plan import Model
 from worker.engines.embedded.serving import load
-from worker.errors import InvalidRequest, StartupError
+from worker.errors import InvalidRequest, StartupError, shown
 from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache, named_model
 from worker.models.named import DEFAULT, DEFAULT_DTYPE
 from worker.models.tokenizer_copy import load_vocabulary
@@ -235,6 +235,8 @@ def _vocabulary(path: Path, size: int, eos_token_ids: tuple[int, ...], packed_co
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):  # the keys of a dict would be prompts
+        raise InvalidRequest("prompts", f"must be texts or lists of token ids, or a single one, got {shown(prompts)}")
     if isinstance(prompts, str) or (len(prompts) and all(type(one) is int for one in prompts)):
         return [prompts]  # type: ignore[list-item]  # mypy does not see that all of them are integers
     for index, prompt in enumerate(prompts):
@@ -246,6 +248,8 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ValueError(f"sampling_params must be SamplingParams, or a list with one for each prompt, got {params!r}")
     if len(params) != count:
         raise ValueError(f"there are {count} prompts and {len(params)} sampling_params")
     return list(params)

@@ -13,6 +13,7 @@ from typing import Any
 
 from adapters.catalog import Catalog, Selection, SelectionError, model_context, parse_selection
 from adapters.chain import ProcessorChain
+from adapters.strict_json import has_half_a_pair
 from adapters.trtllm import ChainAdapter, DynamoAdapter
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
@@ -119,6 +120,8 @@ class RequestBuilder:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "is text, and the model has no tokenizer; give token ids")
+            if has_half_a_pair(prompt):
+                raise InvalidRequest("prompt", "has half of a surrogate pair")
             tokens = list(self.tokenizer.encode(prompt, add_special_tokens=wanted.add_special_tokens))
         else:
             tokens = list(prompt)

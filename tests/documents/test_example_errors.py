@@ -1,0 +1,81 @@
+"""What a program of `examples/` says where its server is not there, or an argument is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from document_pages import ROOT
+from ports import free_port
+
+
+def said(name: str, *arguments: str) -> str:
+    """The one line on standard error of an example that cannot run, without argparse's usage."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    if lines[0].startswith("usage: "):
+        return lines[-1]
+    (line,) = lines
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("chat.py", ["Hello", "--url", "{url}/v1"]),
+        ("logits_processors_client.py", ["--model", "M", "--url", "{url}/v1"]),
+        ("nats_client.py", ["Hello", "--url", "nats://127.0.0.1:{port}"]),
+        (
+            "grpo/grpo.py",
+            ["--model", "{model}", "--url", "{url}", "--engine-url", "{url}", "--engine-key", "K", "--output", "{run}"],
+        ),
+    ],
+)
+def test_no_server(name: str, arguments: Sequence[str], tiny_model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    given = {"url": f"http://127.0.0.1:{port}", "port": port, "model": tiny_model, "run": tmp_path / "run"}
+    line = said(name, *(one.format_map(given) for one in arguments))
+    assert line.startswith("error: ")
+    assert f"127.0.0.1:{port}" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("offline.py", ["/no/model"], "error: --model-path /no/model: no such directory"),
+        ("offline.py", ["--n", "0"], "error: n must be at least 1, got 0"),
+        ("grpo/figure.py", ["/no/run", "/no/figure.svg"], "No such file or directory: '/no/run/steps.jsonl'"),
+        ("grpo/figure.py", [], "the following arguments are required: run, output"),
+        ("grpo/differences.py", ["/no/run"], "error: /no/run: no step0 in it"),
+    ],
+)
+def test_wrong_arguments(name: str, arguments: Sequence[str], problem: str) -> None:
+    assert problem in said(name, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--model", "/no/model"], "argument --model: expected the directory of a checkpoint, with its config.json"),
+        (["--engine-url", "127.0.0.1:8090"], "argument --engine-url: expected http://host:port, got '127.0.0.1:8090'"),
+        (["--url", "http://"], "argument --url: expected http://host:port"),
+        (["--task", "sum"], "error: --task must be one of sums, letters, got 'sum'"),
+        (["--answers", "1"], "error: --answers must be at least 2, got 1"),  # its advantage would be NaN
+        (["--max-tokens", "0"], "error: --max-tokens must be at least 1, got 0"),
+        (["--layers", "-1"], "error: --layers must be at least 0, got -1"),
+        (["--learning-rate", "nan"], "error: --learning-rate must be above 0 and finite, got nan"),
+    ],
+)
+def test_wrong_settings_of_a_training(arguments: Sequence[str], problem: str, tiny_model: Path, tmp_path: Path) -> None:
+    wanted = ["--model", str(tiny_model), "--engine-url", "http://127.0.0.1:1", "--engine-key", "K"]
+    line = said("grpo/grpo.py", *wanted, "--output", str(tmp_path / "run"), *arguments)
+    assert problem in line
