@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -65,6 +68,27 @@ def test_no_python_is_told(checkout: Path) -> None:
         refused(checkout)
         == "install: needs a Python from 3.11 to 3.14, found no python3; install one, or set PYTHON to it"
     )
+
+
+@pytest.mark.parametrize(("ending", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, -1)])
+def test_what_an_installation_started_ends_with_it(checkout: Path, ending: signal.Signals, status: int) -> None:
+    """pip's processes start compilers, which take minutes."""
+    fake = checkout / "bin/python3"
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] || [ "$1" = -V ] || { sleep 300 & echo "$!" > "$HOME/compiler"; wait; }\n'
+    )
+    fake.chmod(0o755)
+    (checkout / "bin/sleep").symlink_to(shutil.which("sleep") or "")
+    variables = {"PATH": str(checkout / "bin"), "HOME": str(checkout)}
+    script = subprocess.Popen([str(checkout / "scripts/install")], env=variables, stdout=subprocess.DEVNULL)
+    noted = checkout / "compiler"
+    while not (noted.is_file() and noted.read_text()):
+        assert script.poll() is None
+        time.sleep(0.01)
+    compiler = psutil.Process(int(noted.read_text()))
+    script.send_signal(ending)
+    assert script.wait(20) == status
+    assert not psutil.wait_procs([compiler], timeout=10)[1]
 
 
 def test_unknown_arguments_are_refused(checkout: Path) -> None:
