@@ -98,6 +98,23 @@ async def ask_all(client: LoadClient, first: int) -> Asked:
     return asked
 
 
+async def ask_and_send_all(pool: Pool, client: LoadClient, first: int) -> Asked:
+    """All at once, until each has come to a prefill worker.
+
+    One that the frontend sends to a worker as it dies is refused a connection, which 1.4.2 does not
+    migrate (docs/reliability.md).
+    """
+
+    def num_received() -> float:
+        name = "dynamo_component_requests_total"
+        return sum(worker.metric(name, dynamo_endpoint="generate") for worker in pool.living("prefill"))
+
+    before = await asyncio.to_thread(num_received)
+    asked = await ask_all(client, first)
+    await until(lambda: num_received() >= before + NUM_STREAMS, "all requests")
+    return asked
+
+
 async def kill_with_unread_requests(pool: Pool, client: LoadClient, victim: Worker) -> Asked:
     with stopped(victim):
         asked = await ask_all(client, 0)
@@ -107,7 +124,7 @@ async def kill_with_unread_requests(pool: Pool, client: LoadClient, victim: Work
 
 
 async def kill_while_it_computes(pool: Pool, client: LoadClient, victim: Worker) -> Asked:
-    asked = await ask_all(client, 100)
+    asked = await ask_and_send_all(pool, client, 100)
     await until(lambda: victim.metric("dlw_in_flight_requests") > 0, "a request")
     victim.end()
     return asked
@@ -115,14 +132,14 @@ async def kill_while_it_computes(pool: Pool, client: LoadClient, victim: Worker)
 
 async def kill_with_leases(pool: Pool, client: LoadClient, victim: Worker) -> Asked:
     with stopped(*pool.living("decode")):
-        asked = await ask_all(client, 200)
+        asked = await ask_and_send_all(pool, client, 200)
         await until(lambda: victim.metric("dlw_kv_leased_prompts") > 0, "a lease")
         victim.end()
     return asked
 
 
 async def kill_while_it_answers(pool: Pool, client: LoadClient, victim: Worker) -> Asked:
-    asked = await ask_all(client, 300)
+    asked = await ask_and_send_all(pool, client, 300)
     await all_begun(client, 10)
     victim.end()
     return asked

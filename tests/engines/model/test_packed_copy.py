@@ -401,13 +401,15 @@ def test_a_process_that_ends_gives_it_up(checkpoint: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from test_packed_copy import PackedCopy, load, packed_copy
+from test_packed_copy import PackedCopy, load
+from worker.models import sealed_tensors
 def write(file, *arguments):
     file.write(b"a part")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 PackedCopy.write_beside = PackedCopy.write
-packed_copy.write_safetensors = write
+assert sealed_tensors.write_safetensors
+sealed_tensors.write_safetensors = write
 load(sys.argv[1])
 """
 
