@@ -123,11 +123,18 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
     return failures
 
 
-def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`."""
+def apply_late(
+    logits: torch.Tensor, planned: Sequence[Planned], before_sampling: Callable[[], None] | None = None
+) -> dict[int, ProcessorFailed]:
+    """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`.
+
+    ``before_sampling`` is called before those that draw the token.
+    """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
     for stage in _LATE_STAGES:
+        if stage is Stage.SAMPLING and before_sampling is not None:
+            before_sampling()
         steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
     return failures

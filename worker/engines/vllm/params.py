@@ -50,13 +50,11 @@ class Shipped(NamedTuple):
 
     Attributes:
         chain: The chain, pickled; it stands at the end of the prompt that vLLM has.
-        draws: Whether the chain draws the token.
         end_id: Token that ends the answer when the chain fails.
         report: Name of the failure and the receipt.
     """
 
     chain: bytes
-    draws: bool
     end_id: int
     report: str
 
@@ -86,13 +84,11 @@ class NativeRequest:
         fields: Fields of its ``SamplingParams``.
         end_token_ids: Ids that end the answer.
         chain: Processors that run in the engine's process, begun; None if none do.
-        draws: Whether the chain draws the token.
     """
 
     fields: dict[str, Any]
     end_token_ids: frozenset[int]
     chain: ProcessorChain | None = None
-    draws: bool = False
 
 
 def native_request(request: EngineRequest, served: Served) -> NativeRequest:
@@ -138,7 +134,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None and served.is_parallel:
         chain.failures.step_budget_s = float("inf")
-    return NativeRequest(fields | _sampling(rest, random), ends, chain, is_drawn)
+    return NativeRequest(fields | _sampling(rest, random), ends, chain)
 
 
 def of_prompt() -> dict[str, Any]:
@@ -160,7 +156,7 @@ def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) ->
     except Exception as error:  # of any class: third parties' processors
         problem = f"{_unsendable(native.chain)} cannot be sent to vLLM's process: {type(error).__name__}: {error}"
         raise InvalidRequest("sampling_params.logits_processor", problem) from error
-    return Shipped(packed, native.draws, end_id, report)
+    return Shipped(packed, end_id, report)
 
 
 def _unsendable(chain: ProcessorChain) -> str:
