@@ -124,17 +124,18 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(
-    logits: torch.Tensor, planned: Sequence[Planned], before_sampling: Callable[[], None] | None = None
+    logits: torch.Tensor, planned: Sequence[Planned], mask_never: Callable[[], None] | None = None
 ) -> dict[int, ProcessorFailed]:
     """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`.
 
-    ``before_sampling`` is called before those that draw the token.
+    ``mask_never`` rules out the ids that are no token, where one may have written. It is called
+    before the temperature, so that truncation does not count them, and before a draw.
     """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
     for stage in _LATE_STAGES:
-        if stage is Stage.SAMPLING and before_sampling is not None:
-            before_sampling()
+        if queues and mask_never is not None and stage in (Stage.TEMPERATURE, Stage.SAMPLING):
+            mask_never()
         steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
     return failures

@@ -254,7 +254,7 @@ class RowEditor:
         failures |= apply_edits(logits, planned)
         late = [each for each in planned if each[0] not in failures]
         shaped = [index for index, chain, plan in late if chain.has_shaping and plan.force is None]
-        failures |= apply_late(logits, late, lambda: self.mask_never(logits, shaped))  # one may have written there
+        failures |= apply_late(logits, late, lambda: self.mask_never(logits, shaped))
         failures |= _force(logits, [each for each in planned if each[0] not in failures])
         failures |= _unusable(logits, [each for each in planned if each[0] not in failures])
         for index, failure in failures.items():

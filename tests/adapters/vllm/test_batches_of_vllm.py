@@ -230,6 +230,22 @@ def test_no_id_that_is_no_token_can_be_sampled(name: str, asked: dict[str, Any])
     assert int(logits[0].argmax()) < kit_vocabulary().num_tokens
 
 
+def test_padding_that_a_processor_writes_is_not_counted() -> None:
+    """The nucleus of equal logits is that of a row in which nothing was written."""
+    model = MODELS[FirstRunner]
+    drawn = []
+    for names in (("acme/fills", "top_p"), ("top_p",)):
+        editor = Indexed(Builder(model), RowEditor(model.never_ids))
+        named = [{"name": name, "args": {"p": 0.5} if name == "top_p" else {}} for name in names]
+        found = editor.new(Params(seed=3, extra_args=selected(*named)), [5, 6], [])
+        assert found is not None
+        editor.requests[0] = found
+        logits = torch.ones(1, model.facts.vocab_size)
+        editor.apply(logits)
+        drawn.append(int(logits[0].argmax()))
+    assert drawn[0] == drawn[1]
+
+
 def test_masks_that_leave_no_token_are_a_failure() -> None:
     """Padding of the row is none: what two bans leave is not sampled."""
     REPORTS.take_failures()
