@@ -13,6 +13,7 @@ import torch
 
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.processors import Processors
+from adapters.vllm.reports import REPORTS
 from adapters.vllm.rows import MakesRows
 from worker.engines.vllm.chain_receiver import ChainReceiver
 from worker.parent_watch import end_with_worker
@@ -32,6 +33,7 @@ class WorkerProcessors(Processors):
 
     def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
         end_with_worker()
+        REPORTS.keep_all()
         return ChainReceiver(ModelFacts.of(vllm_config))
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
