@@ -26,7 +26,7 @@ async def test_no_request_is_given_padding_of_the_row(tmp_path: Path) -> None:
     engine = VllmEngine(VllmConfig(model_path=str(model), options=OPTIONS))
     try:
         info = await engine.start()
-        num_tokens = Vocabulary.from_pretrained(model, info.vocab_size).num_tokens
+        num_tokens = Vocabulary.from_pretrained(str(model), info.vocab_size).num_tokens
         assert num_tokens < info.vocab_size
         likely = [0.0] * num_tokens + [50.0] * (info.vocab_size - num_tokens)
         asked: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"temperature": 2.0, "seed": 3}]
