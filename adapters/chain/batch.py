@@ -123,11 +123,19 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
     return failures
 
 
-def apply_late(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
-    """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`."""
+def apply_late(
+    logits: torch.Tensor, planned: Sequence[Planned], mask_never: Callable[[], None] | None = None
+) -> dict[int, ProcessorFailed]:
+    """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`.
+
+    ``mask_never`` rules out the ids that are no token, where one may have written. It is called
+    before the temperature, so that truncation does not count them, and before a draw.
+    """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
     for stage in _LATE_STAGES:
+        if queues and mask_never is not None and stage in (Stage.TEMPERATURE, Stage.SAMPLING):
+            mask_never()
         steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
     return failures

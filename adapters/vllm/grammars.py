@@ -33,8 +33,15 @@ STEP_S = 1.0
 FLAGS = "--middleware adapters.vllm.Middleware --worker-extension-cls adapters.vllm.extension.Extension"
 """Arguments of a server that lets slow grammars compile while their requests wait."""
 
+BEAMS = "use_beam_search"
+"""Field of requests to vLLM's server that ask for beam search."""
+
 Wanted = Sequence[tuple[str, str]]
 """The path of each grammar in the selection, and the grammar in llguidance's JSON form."""
+
+
+class BeamsRefused(Exception):
+    """A request asks for beam search and for processors."""
 
 
 class NotCompiled(Exception):
@@ -68,6 +75,26 @@ def grammars_in(body: bytes, model: ServedModel) -> Wanted:
     selection = model.policy.apply(named, model.catalog)
     ends = frozenset(model.context.vocabulary.eos_token_ids)
     return wanted_grammars(selection, replace(model.context, end_token_ids=ends), model)
+
+
+def check_beams(body: bytes, model: ServedModel) -> None:
+    """Refuse beam search with processors: vLLM asks for each of its steps without any.
+
+    Args:
+        body: JSON body of a request to vLLM's server.
+        model: The served model.
+
+    Raises:
+        BeamsRefused: it asks for beam search, and it or the operator names processors.
+        ValueError: it is not JSON, or its selection cannot be honoured.
+    """
+    data = json.loads(body)
+    if not isinstance(data, dict) or not data.get(BEAMS):
+        return
+    selection = model.policy.apply(selection_of(_extra_args(data).get(SELECTION)), model.catalog)
+    if selection.processors:
+        names = ", ".join(each.name for each in selection.processors)
+        raise BeamsRefused(f"{BEAMS}: vLLM's beam search applies no processors, and this request has {names}")
 
 
 def wait_compiled(wanted: Wanted, model: ServedModel, *, holds_others: bool) -> list[Compiled]:

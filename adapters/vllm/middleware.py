@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import Any
 
 from adapters.grammars.sandbox import SandboxUnavailable
 from adapters.processors.grammar import grammar_cache
-from adapters.vllm.grammars import NotCompiled, are_slow, grammars_in
+from adapters.vllm.grammars import BEAMS, BeamsRefused, NotCompiled, are_slow, check_beams, grammars_in
 from adapters.vllm.metrics import publish
 from adapters.vllm.model import model_of
 from adapters.vllm.requests import SELECTION
@@ -28,7 +30,8 @@ class Middleware:
 
     The end of a request's body is held back meanwhile, so that authentication comes first. A
     grammar compiles in this process, and one that takes long in the engine's processes too, where
-    `Extension` is loaded. Nothing is answered here: admission finds the grammars, or the refusal.
+    `Extension` is loaded. Admission finds the grammars, or the refusal. Beam search with processors
+    is refused here: admission does not see them there.
 
     Args:
         app: The application inside.
@@ -49,13 +52,21 @@ class Middleware:
         await self._app(scope, receive, send)
 
     async def _prepare(self, engine: Any, body: bytes) -> None:
-        """Wait until the grammars that a body names are compiled, or refused."""
-        if SELECTION.encode() not in body:
+        """Wait until the grammars that a body names are compiled, or refused.
+
+        Raises:
+            HTTPException: it asks for beam search with processors.
+        """
+        if not any(name.encode() in body for name in (SELECTION, BEAMS)):
             return
         in_thread = asyncio.get_running_loop().run_in_executor
         try:
             model = await in_thread(self._threads, model_of, engine.vllm_config)
+            await in_thread(self._threads, check_beams, body, model)
             wanted = await in_thread(self._threads, grammars_in, body, model)
+        except BeamsRefused as error:
+            http = importlib.import_module("fastapi")  # of vLLM's server, which answers it as its own refusals
+            raise http.HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
         except (ValueError, RecursionError, NotCompiled):
             return  # admission refuses it, with the reason
         cache = grammar_cache(model.context.vocabulary)

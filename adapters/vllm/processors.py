@@ -43,9 +43,9 @@ class Processors(BatchProcessor, SlotProcessor):
 
     def __init__(self, vllm_config: VllmConfig, second: Any, is_pin_memory: bool = False) -> None:
         builder = self._make_builder(vllm_config)
-        editor = RowEditor(builder.never_ids)
-        self._indexed = Indexed(builder, editor)
-        self._slots = None if isinstance(second, torch.device) else Slots(second, builder, editor)
+        self._editor = RowEditor(builder.never_ids)
+        self._indexed = Indexed(builder, self._editor)
+        self._slots = None if isinstance(second, torch.device) else Slots(second, builder, self._editor)
 
     def _make_builder(self, vllm_config: VllmConfig) -> MakesRows:
         """Maker of the rows of requests; the worker's own class has another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -14,7 +15,7 @@ from adapters.chain import ProcessorChain, ProcessorFailed, Receipt
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 4096
-"""Failures that are kept; older ones are dropped."""
+"""Failures that are kept; older ones are dropped. See `Reports.keep_all`."""
 
 MAX_RECEIPTS = 1024
 """Chains whose receipts are kept; the oldest are dropped."""
@@ -45,7 +46,14 @@ class Reports:
     def __init__(self) -> None:
         self._failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self._chains: OrderedDict[str, ProcessorChain] = OrderedDict()
+        self._max_receipts = MAX_RECEIPTS
         self._lock = Lock()
+
+    def keep_all(self) -> None:
+        """Drop nothing from now on: somebody takes, or drops, what each request leaves."""
+        with self._lock:
+            self._failures = deque(self._failures)
+            self._max_receipts = sys.maxsize
 
     def failed(self, report: str | None, error: ProcessorFailed, position: int) -> Failure:
         """Keep a failure, and log it: as a warning, unless the request named itself."""
@@ -68,7 +76,7 @@ class Reports:
             return
         with self._lock:
             self._chains[report] = chain
-            while len(self._chains) > MAX_RECEIPTS:
+            while len(self._chains) > self._max_receipts:
                 self._chains.popitem(last=False)
 
     def take_failures(self) -> list[dict[str, Any]]:

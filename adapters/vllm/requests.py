@@ -261,9 +261,7 @@ def _left_to_vllm(params: Params) -> list[Requested]:
 def _refuse_what_vllm_lacks(selection: Selection, report: object) -> None:
     if report is not None and not isinstance(report, str):
         raise SelectionError(REPORT, f"expected a text, got {type(report).__name__}")
-    if report is not None:
-        return
-    if selection.receipt:
+    if selection.receipt and report is None:
         raise SelectionError("receipt", "vLLM's answers have no place for it; use this project's worker")
     if selection.deadline is not None:
         raise SelectionError("deadline", "vLLM cannot end an answer for it; use this project's worker")

@@ -39,7 +39,7 @@ class Row:
     """One request with a chain, for as long as vLLM keeps it: preempted and resumed too.
 
     Args:
-        built: The chain, not started, and whether it draws.
+        built: The chain, not started.
         end_id: Token that ends the answer when the chain fails.
         report: Name under which failure and receipt are kept, None if nobody reads them.
         count: Counts a failure that ended the request; None if nobody counts.
@@ -47,8 +47,7 @@ class Row:
     Attributes:
         failed_at: Position of the token at which the chain failed, None if it did not: every row
             from there on is the end token.
-        draws: Whether the chain draws the token; known once `chain_after` has returned.
-        chain: The chain, None until then.
+        chain: The chain, None until `chain_after` has returned.
         num_known: Tokens of the chain that vLLM has shown; those after them are drafts.
         applied: Whether the chain has been applied to logits.
         output: The list in which vLLM's first interface keeps the answer, newly made at times.
@@ -56,14 +55,13 @@ class Row:
 
     def __init__(
         self,
-        built: Future[tuple[ProcessorChain, bool]],
+        built: Future[ProcessorChain],
         end_id: int,
         report: str | None = None,
         count: Callable[[Failure], None] | None = None,
     ) -> None:
         self.end_id = end_id
         self.failed_at: int | None = None
-        self.draws = False
         self._built = built
         self.output: list[int] | None = None
         self._report, self._count = report, count
@@ -84,7 +82,7 @@ class Row:
         """
         if self.chain is None:
             try:
-                chain, self.draws = self._built.result()
+                chain = self._built.result()
             except Exception as error:  # admission has built it once; a third party's code may differ
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
@@ -218,13 +216,13 @@ class Builder:
         try:
             asked = read(params, self._model)
         except SelectionError as error:  # the policy was changed since the request was admitted
-            refused: Future[tuple[ProcessorChain, bool]] = Future()
+            refused: Future[ProcessorChain] = Future()
             refused.set_exception(error)
             return Row(refused, some_end, count=self._count)
         if asked is None:
             return None
         end_id = asked.context.end_token_id
-        built = self._threads.submit(chain_of, asked, params, self._model)
+        built = self._threads.submit(lambda: chain_of(asked, params, self._model)[0])
         return with_row(params, Row(built, some_end if end_id is None else end_id, asked.report, self._count))
 
 
@@ -232,7 +230,7 @@ class RowEditor:
     """Applies the chains of some rows of logits together.
 
     Args:
-        never_ids: Ids of a row that are no token: no chain draws them.
+        never_ids: Ids of a row that are no token: no row with a chain is given them.
     """
 
     def __init__(self, never_ids: Sequence[int]) -> None:
@@ -252,19 +250,26 @@ class RowEditor:
         for row in by_index.values():
             row.applied = True
         planned, failures = plan_rows([(index, chain) for index, _, chain in rows])
-        self._mask_never(logits, [index for index, row, _ in rows if row.draws])
+        self.mask_never(logits, list(by_index))
         failures |= apply_edits(logits, planned)
-        failures |= apply_late(logits, [each for each in planned if each[0] not in failures])
+        late = [each for each in planned if each[0] not in failures]
+        shaped = [index for index, chain, plan in late if chain.has_shaping and plan.force is None]
+        failures |= apply_late(logits, late, lambda: self.mask_never(logits, shaped))
         failures |= _force(logits, [each for each in planned if each[0] not in failures])
         failures |= _unusable(logits, [each for each in planned if each[0] not in failures])
         for index, failure in failures.items():
             by_index[index].fail(failure, after_draft=after_drafts)
             end(logits, index, by_index[index])
 
-    def _mask_never(self, logits: torch.Tensor, drawn: Sequence[int]) -> None:
-        if drawn and self._never_ids:
-            rows, columns = upload_ids(list(drawn), logits.device), upload_ids(self._never_ids, logits.device)
-            logits[rows[:, None], columns] = -torch.inf
+    def mask_never(self, logits: torch.Tensor, rows: Sequence[int] | None = None) -> None:
+        """Rule out the ids that are no token, in all rows of ``logits`` unless some are named."""
+        if not self._never_ids or (rows is not None and not rows):
+            return
+        columns = upload_ids(self._never_ids, logits.device)
+        if rows is None:
+            logits.index_fill_(-1, columns, -torch.inf)
+        else:
+            logits[upload_ids(rows, logits.device)[:, None], columns] = -torch.inf
 
 
 def end(logits: torch.Tensor, index: int, row: Row) -> None:

@@ -135,14 +135,13 @@ def replayed(
     raw = Recording.raw[report]
     read_once = read(asked, model, Recording.seeds[report])
     assert read_once is not None
-    chain, draws = chain_of(read_once, asked, model)
+    chain, _ = chain_of(read_once, asked, model)
     has_failed, found = False, []
     ended: Any = _Ended(min(model.context.vocabulary.eos_token_ids))
     chain.start(prompt)
     for number, token_id in enumerate(answer):
         row = raw[len(prompt) + number].clone()
-        if draws:
-            row[model.never_ids] = -torch.inf
+        row[model.never_ids] = -torch.inf
         try:
             if not has_failed:
                 apply_chain(chain, row)

@@ -89,6 +89,13 @@ def test_a_refusal_is_a_400_with_the_path(client: openai.OpenAI, processor: dict
     assert path in caught.value.message
 
 
+def test_beam_search_with_processors_is_a_400(client: openai.OpenAI) -> None:
+    """The operator's count too: without them vLLM's beams would go by their masks."""
+    for extra in (named(CHOICE), {}):
+        with pytest.raises(openai.BadRequestError, match=r"use_beam_search: .*banned_tokens"):
+            ask(client, "x", {**extra, "use_beam_search": True}, n=2, temperature=0)
+
+
 def test_the_policy_holds_for_fields_and_plain_requests(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_k"):
         ask(client, "x", {"top_k": 5})

@@ -18,7 +18,7 @@ from vllm_stand_in import FirstRunner, Params, Request, SecondRunner, alone, ser
 
 import adapters.vllm.requests
 from adapters.catalog import SelectionError
-from adapters.testing.kit_model import kit_vocabulary
+from adapters.testing.kit_model import NUM_PADDING, kit_vocabulary
 from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS
@@ -210,6 +210,56 @@ def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type) -> None
     for each in stayed:
         failed = each.params is params[0]
         assert (each.tokens[4:] == [end_id] * len(each.tokens[4:])) == failed
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 1.0}, {"seed": 3}])
+@pytest.mark.parametrize("name", ["logit_bias", "acme/fills", "xtc"])
+def test_no_id_that_is_no_token_can_be_sampled(name: str, asked: dict[str, Any]) -> None:
+    """Neither the model's own logits of them nor what a processor writes there is sampled from."""
+    model = MODELS[FirstRunner]
+    args = {"logit_bias": {"bias": {"9": 2.0}}, "xtc": {"threshold": 0.1, "probability": 0.5}}.get(name, {})
+    editor = Indexed(Builder(model), RowEditor(model.never_ids))
+    found = editor.new(Params(**asked, extra_args=selected({"name": name, "args": args})), [5, 6], [])
+    assert found is not None
+    editor.requests[0] = found
+    logits = torch.zeros(1, model.facts.vocab_size)
+    logits[0, model.never_ids] = 50.0
+    editor.apply(logits)
+    assert len(model.never_ids) == NUM_PADDING
+    assert logits[0, model.never_ids].eq(-torch.inf).all()
+    assert int(logits[0].argmax()) < kit_vocabulary().num_tokens
+
+
+def test_padding_that_a_processor_writes_is_not_counted() -> None:
+    """The nucleus of equal logits is that of a row in which nothing was written."""
+    model = MODELS[FirstRunner]
+    drawn = []
+    for names in (("acme/fills", "top_p"), ("top_p",)):
+        editor = Indexed(Builder(model), RowEditor(model.never_ids))
+        named = [{"name": name, "args": {"p": 0.5} if name == "top_p" else {}} for name in names]
+        found = editor.new(Params(seed=3, extra_args=selected(*named)), [5, 6], [])
+        assert found is not None
+        editor.requests[0] = found
+        logits = torch.ones(1, model.facts.vocab_size)
+        editor.apply(logits)
+        drawn.append(int(logits[0].argmax()))
+    assert drawn[0] == drawn[1]
+
+
+def test_masks_that_leave_no_token_are_a_failure() -> None:
+    """Padding of the row is none: what two bans leave is not sampled."""
+    REPORTS.take_failures()
+    model = MODELS[FirstRunner]
+    count = kit_vocabulary().num_tokens
+    halves = [list(range(count // 2)), list(range(count // 2, count))]
+    editor = Indexed(Builder(model), RowEditor(model.never_ids))
+    banned = [{"name": "banned_tokens", "args": {"token_ids": half}} for half in halves]
+    found = editor.new(Params(temperature=0.0, extra_args=selected(*banned)), [5, 6], [])
+    assert found is not None
+    editor.requests[0] = found
+    editor.apply(torch.zeros(1, model.facts.vocab_size))
+    (failure,) = REPORTS.take_failures()
+    assert failure["reason"] == "empty"
 
 
 def test_a_token_that_is_never_shown_ends_the_answer() -> None:

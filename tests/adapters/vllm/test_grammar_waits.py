@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,14 +18,14 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from vllm_stand_in import Params, served_model
 
-from adapters.catalog import ModelPolicy, SelectionError
+from adapters.catalog import ModelPolicy, Requested, SelectionError
 from adapters.grammars.cache import FAST_S, GrammarCache
 from adapters.grammars.compile_threads import Compiled
 from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import SandboxBusy
 from adapters.processors.grammar import grammar_cache
 from adapters.vllm import admission, grammars, middleware
-from adapters.vllm.grammars import STEP_S, WAIT_S, NotCompiled, wait_compiled
+from adapters.vllm.grammars import STEP_S, WAIT_S, BeamsRefused, NotCompiled, wait_compiled
 from adapters.vllm.middleware import Middleware, _Held
 from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import selection_of
@@ -231,6 +232,43 @@ def test_what_cannot_be_read_is_left_to_admission(
         assert not compiling
 
     asyncio.run(story())
+
+
+class HTTPException(Exception):
+    """Stands in for FastAPI's."""
+
+
+@pytest.mark.parametrize("processor", [GRAMMAR, {"name": "banned_tokens", "args": {"token_ids": [9]}}])
+def test_beam_search_with_processors_is_refused(
+    model: ServedModel,
+    compiling: list[Future[Compiled]],
+    monkeypatch: pytest.MonkeyPatch,
+    processor: dict[str, Any],
+) -> None:
+    """vLLM's steps of it are requests that nobody's processors come with."""
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=HTTPException))
+    selected = json.dumps({"version": 1, "processors": [processor]})
+    named = {"use_beam_search": True, "vllm_xargs": {"logits_processors": selected}}
+
+    async def story() -> None:
+        server = Server()
+        with pytest.raises(HTTPException, match=f"use_beam_search: .* has {processor['name']}"):
+            await server.ask(body_of(json.dumps(named).encode()))
+        for body in ({"use_beam_search": True}, {"use_beam_search": False, "prompt": "logits_processors"}):
+            await server.ask(body_of(json.dumps(body).encode()))
+        assert len(server.bodies) == 2
+        assert not compiling
+
+    asyncio.run(story())
+
+
+def test_beam_search_is_refused_where_the_operator_asks(model: ServedModel) -> None:
+    mandatory = Requested("banned_tokens", {"token_ids": [9]}, origin="mandatory")
+    strict = replace(model, policy=ModelPolicy(mandatory=(mandatory,)))
+    body = json.dumps({"use_beam_search": True}).encode()
+    grammars.check_beams(body, model)
+    with pytest.raises(BeamsRefused, match="banned_tokens"):
+        grammars.check_beams(body, strict)
 
 
 def test_bodies_that_are_not_json_are_not_read(model: ServedModel, compiling: list[Future[Compiled]]) -> None:

@@ -119,9 +119,12 @@ def test_a_state_made_of_logits_draws_in_the_second_runner() -> None:
         assert joined({"name": "acme/fatigue"}, runner, temperature=0.0)[1] == draws
 
 
-def refusal(runner: str = "first", extra: dict[str, Any] | None = None, **fields: Any) -> SelectionError:
+def refusal(
+    runner: str = "first", extra: dict[str, Any] | None = None, report: str | None = None, **fields: Any
+) -> SelectionError:
     processors = [{"name": "json_schema", "args": {"schema": True}}]
     given = {"logits_processors": json.dumps({"version": 1, "processors": processors, **(extra or {})})}
+    given |= {} if report is None else {"logits_processors_report": report}
     params = Params(**{"extra_args": given, **fields})
     with pytest.raises(SelectionError) as caught:
         chain_with(params, runner)
@@ -132,7 +135,8 @@ def refusal(runner: str = "first", extra: dict[str, Any] | None = None, **fields
     ("path", "asked"),
     [
         ("receipt", {"extra": {"receipt": True}}),
-        ("deadline", {"extra": {"deadline": {"tokens": 5}}}),
+        ("deadline", {"extra": {"deadline": 1790000000.5}}),
+        ("deadline", {"extra": {"deadline": 1790000000.5}, "report": "mine"}),
         ("thinking_token_budget", {"thinking_token_budget": 5}),
         ("structured_outputs", {"structured_outputs": SimpleNamespace(regex="a+")}),
         ("trace_decode_token_ids", {"trace_decode_token_ids": [1]}),

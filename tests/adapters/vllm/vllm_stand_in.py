@@ -101,6 +101,16 @@ class Fatigue:
         self.likely = 0.75 * self.likely + probabilities
 
 
+class Fills(ShapingProcessor):
+    """Makes all logits equal, those of ids that are no token too."""
+
+    name = "acme/fills"
+    stage = Stage.SOFT
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.fill_(1.0)
+
+
 class Raises(ShapingProcessor):
     """Raises at the third token of every answer."""
 
@@ -113,10 +123,10 @@ class Raises(ShapingProcessor):
 
 
 def served_model(*, penalises_first: bool, policy: ModelPolicy | None = None) -> ServedModel:
-    """The kit's model, with the built-ins and two third parties."""
+    """The kit's model, with the built-ins and three third parties."""
     vocabulary = kit_vocabulary()
     catalog = Catalog.load(options=["acme/fatigue=vllm_stand_in:Fatigue"])
-    catalog = Catalog([*catalog.entries, Entry("acme/raises", Raises, "test")])
+    catalog = Catalog([*catalog.entries, Entry("acme/raises", Raises, "test"), Entry("acme/fills", Fills, "test")])
     facts = ModelFacts(
         vocabulary.path, vocabulary.size, vocabulary.eos_token_ids, "kit", penalises_first=penalises_first
     )
@@ -149,9 +159,7 @@ class Request:
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """float32 ``[V]``: a function of the request and its last tokens."""
         seed = hash((self.number, len(tokens), *tokens[-3:])) % 2**31
-        logits = torch.randn(kit_vocabulary().size, generator=torch.Generator().manual_seed(seed)) * 3
-        logits[kit_vocabulary().num_tokens :] = -1e4
-        return logits
+        return torch.randn(kit_vocabulary().size, generator=torch.Generator().manual_seed(seed)) * 3
 
     def take(self, token_id: int, row: torch.Tensor) -> bool:
         """Append a token; whether the answer goes on."""
@@ -177,7 +185,7 @@ def alone(number: int, params: Params, prompt: list[int], model: ServedModel) ->
     request = Request(number, params, prompt)
     asked = read(params, model)
     assert asked is not None
-    chain, draws = chain_of(asked, params, model)
+    chain, _ = chain_of(asked, params, model)
     end_id = asked.context.end_token_id
     has_failed = False
     row_of_failed = _Ended(min(kit_vocabulary().eos_token_ids) if end_id is None else end_id)
@@ -185,8 +193,7 @@ def alone(number: int, params: Params, prompt: list[int], model: ServedModel) ->
     goes_on = True
     while goes_on:
         row = request.logits(request.tokens)
-        if draws:
-            row[model.never_ids] = -torch.inf
+        row[model.never_ids] = -torch.inf
         try:
             if not has_failed:
                 _apply(chain, row)

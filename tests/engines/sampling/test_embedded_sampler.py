@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
-from engine_doubles import END, PADDING, WIDTH, ScriptedModel, request, run_alone, run_together
+from engine_doubles import END, PADDING, WIDTH, ScriptedModel, request, run_alone, run_together, stepper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.contract import bitmask_of
-from worker.engines import TokenLogprob
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, bitmask_of
+from adapters.processors.truncation import TopK, TopP
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest, TokenLogprob
+from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Edits, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
 USABLE = WIDTH - PADDING
+CONTEXT = Context(Vocabulary(WIDTH))
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -146,6 +151,21 @@ def test_a_processor_cannot_bring_padding_back(model: ScriptedModel) -> None:
     assert (answer.token_ids, answer.finish_reason) == ([], "error")
     assert answer.error is not None
     assert "processor: no token is left at position 3" in answer.error
+
+
+@pytest.mark.parametrize("processor", [TopK(TopK.Args(k=5), CONTEXT), TopP(TopP.Args(p=0.6), CONTEXT)])
+def test_padding_that_is_written_takes_no_place(model: ScriptedModel, processor: TopK | TopP) -> None:
+    """Truncation by a processor counts no more of it than truncation by a field."""
+    writes = edit(lambda row: row[USABLE:].fill_(9.0))
+    field = {"top_k": 5} if isinstance(processor, TopK) else {"top_p": 0.6}
+    chain = ProcessorChain([processor], CONTEXT)
+    asked = EngineRequest("alone", PROMPT, sampled(logits_processor=writes), chain)
+    driver = stepper(model, max_num_seqs=4)
+    driver.add(admit(asked, 0, model, model.context_length))  # type: ignore[arg-type]
+    tokens: list[int] = []
+    while not driver.scheduler.is_idle:
+        tokens += [output.token_id for output in driver.step() if output.token_id is not None]
+    assert tokens == run_alone(model, PROMPT, sampled(logits_processor=writes, **field)).token_ids
 
 
 def test_ids_that_the_tokenizer_lacks_amid_the_vocabulary() -> None:

@@ -8,17 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from fake_vllm import FakeParams, package
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.masks import BannedTokens
+from adapters.vocabulary import Vocabulary
 from worker.arguments import parse_arguments
 from worker.engines import EngineRequest
 from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE
 from worker.engines.vllm import VllmConfig, config_from
 from worker.engines.vllm.package import read_package
-from worker.engines.vllm.params import EARLY, LEAST_TEMPERATURE, REFUSED, SAMPLER, NativeRequest, Served, native_request
+from worker.engines.vllm.params import (
+    EARLY,
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    REFUSED,
+    SAMPLER,
+    NativeRequest,
+    Served,
+    native_request,
+    shipped,
+)
 from worker.engines.vllm.settings import OWN
 from worker.engines.vllm.settings import REFUSED as REFUSED_ARGUMENTS
-from worker.errors import ConfigurationError, StartupError
+from worker.errors import ConfigurationError, InvalidRequest, StartupError
 from worker.installation import check_engine
 from worker.sampling import SamplingParams
 
@@ -142,6 +159,8 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"bad_token_ids": [4], "presence_penalty": 1.0}, {}, ["presence_penalty", "banned_tokens"]),
     ({"temperature": 0.5, "seed": 3}, {"temperature": 1.0}, ["temperature", "seeded_sampler"]),
     ({"temperature": LEAST_TEMPERATURE / 2, "top_k": 3}, {"temperature": 1.0}, ["temperature", "top_k"]),
+    ({"temperature": 2.0, "top_k": 3}, {"temperature": 2.0, "top_k": 3}, []),
+    ({"temperature": 2.1, "top_k": 3}, {"temperature": 1.0}, ["temperature", "top_k"]),
     (
         {"no_repeat_ngram_size": 2, "temperature": 0.5, "top_k": 3},
         {"temperature": 0.5, "top_k": 3},
@@ -159,6 +178,26 @@ def test_where_a_control_runs(asked: dict[str, Any], expected: dict[str, Any], p
     if processors:
         assert not set(made.fields) & EARLY
     assert made.fields["ignore_eos"] is True  # every end token is named
+
+
+@settings(max_examples=examples(200))
+@given(st.floats(0, 100), st.sampled_from([{}, {"top_p": 0.5}, {"seed": 3}, {"bad_token_ids": [4]}]))
+def test_vllm_gets_no_temperature_that_it_changes(temperature: float, more: dict[str, Any]) -> None:
+    """It refuses those above its highest one, and takes its lowest in the place of those below."""
+    found = native(temperature=temperature, **more).fields["temperature"]
+    assert found == 0 or LEAST_TEMPERATURE <= found <= MOST_TEMPERATURE
+
+
+def test_a_processor_that_cannot_be_sent_is_named() -> None:
+    class Local(BannedTokens):
+        name = "acme/local"
+
+    context = Context(Vocabulary(64), frozenset({1}))
+    kinds: list[type[BannedTokens]] = [BannedTokens, Local]
+    built = [part for kind in kinds for part in kind.build(kind.Args(token_ids=[4]), context)]
+    request = EngineRequest("r", PROMPT, SamplingParams(), ProcessorChain(built, context))
+    with pytest.raises(InvalidRequest, match="logits_processor: acme/local cannot be sent to vLLM's process"):
+        shipped(native_request(request, SERVED), "r", [1])
 
 
 def test_every_field_is_served_or_refused() -> None:

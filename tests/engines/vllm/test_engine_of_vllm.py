@@ -17,10 +17,11 @@ from adapters.processors.masks import BannedTokens
 from adapters.processors.penalties import PresencePenalty, RepetitionPenalty
 from adapters.processors.stochastic import Mirostat
 from adapters.trtllm import create_trtllm_adapters
-from adapters.vllm.reports import REPORTS
+from adapters.vllm.reports import MAX_RECEIPTS, REPORTS, Reports
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, KeepKv, RequestHints
 from worker.engines.vllm import VllmConfig, VllmEngine
+from worker.engines.vllm.core_reports import CoreReports
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, RequestFailed, StartupError
 from worker.sampling import SamplingParams
 
@@ -182,6 +183,34 @@ async def test_hints_and_salt_reach_vllm() -> None:
         await collect(engine, EngineRequest("r", PROMPT, SamplingParams(max_tokens=1), cache_salt="s", hints=hints))
     assert llm.hints == [{"priority": -512, "trace_headers": {"traceparent": "00-1"}, "lora_request": None}]
     assert llm.prompts == [{"prompt_token_ids": PROMPT, "cache_salt": "s"}]
+
+
+async def test_each_of_many_failed_requests_hears_of_it() -> None:
+    """The first one that asks takes the failures of all others."""
+    count = 3000
+    failed = [{"report": str(n), "processor": "acme", "reason": "nan", "message": "m"} for n in range(count)]
+
+    class Core:
+        async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            taken = failed[:]
+            failed.clear()
+            return [taken]
+
+    reports = CoreReports(Core(), count)
+    assert all([await reports.failure(str(number)) for number in range(count)])
+    failed += [{"report": f"gone-{n}", "processor": "acme", "reason": "nan", "message": "m"} for n in range(2 * count)]
+    assert await reports.failure("another") is None
+    assert len(reports._failures) < 2 * count  # those that nobody asks for are not kept for ever
+
+
+def test_a_worker_keeps_the_receipts_of_all_requests() -> None:
+    count = MAX_RECEIPTS + 10
+    for reports, num_kept in ((Reports(), MAX_RECEIPTS), (Reports(), count)):
+        if num_kept == count:
+            reports.keep_all()
+        for number in range(count):
+            reports.began(str(number), chain())
+        assert sum(reports.take_receipt(str(number)) is not None for number in range(count)) == num_kept
 
 
 async def test_abort_frees_the_request_and_its_chain() -> None:

@@ -42,6 +42,6 @@ class ChainReceiver:
         return with_row(params, Row(self._threads.submit(_chain_of, found), found.end_id, found.report))
 
 
-def _chain_of(shipped: Shipped) -> tuple[ProcessorChain, bool]:
+def _chain_of(shipped: Shipped) -> ProcessorChain:
     chain: ProcessorChain = pickle.loads(shipped.chain)
-    return chain, shipped.draws
+    return chain

@@ -14,15 +14,13 @@ from typing import Any
 
 from worker.engines import EngineInfo
 from worker.engines.vllm.package import Package
+from worker.engines.vllm.params import MOST_TEMPERATURE
 from worker.errors import StartupError, one_line
 
 NUM_TOKENS = 3
 STRONG = 1000.0
-HOT = 2.0
-"""vLLM's highest temperature."""
-
 NUM_SAMPLES = 2
-"""Answers at that temperature."""
+"""Answers at vLLM's highest temperature."""
 
 LIKELY = 4
 """Tokens that may share the highest logit, in bfloat16; sampled ones rank far behind."""
@@ -94,7 +92,9 @@ class _Probes:
 
     async def wanders(self, **cut: Any) -> bool:
         """Whether hot answers have tokens that are not among the most likely ones."""
-        answers = await asyncio.gather(*(self.ask(temperature=HOT, logprobs=1, **cut) for _ in range(NUM_SAMPLES)))
+        answers = await asyncio.gather(
+            *(self.ask(temperature=MOST_TEMPERATURE, logprobs=1, **cut) for _ in range(NUM_SAMPLES))
+        )
         return any(rank > LIKELY for answer in answers for rank in answer.ranks)
 
     async def penalises_repetition(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from adapters.chain import ProcessorFailed, Receipt
 
-MAX_KEPT = 1024
-"""Failures that are kept for requests that have not asked yet."""
+SPARE = 1024
+"""Failures that are kept beyond one for each request: of some nobody asks any more."""
 
 
 class CoreReports:
@@ -20,10 +20,12 @@ class CoreReports:
 
     Args:
         llm: The library's ``AsyncLLM``.
+        max_requests: Most unfinished requests.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, max_requests: int) -> None:
         self._llm = llm
+        self._max_kept = max_requests + SPARE
         self._failures: OrderedDict[str, ProcessorFailed] = OrderedDict()
 
     async def failure(self, report: str) -> ProcessorFailed | None:
@@ -33,7 +35,7 @@ class CoreReports:
                 for each in taken:
                     failure = ProcessorFailed(each["processor"], each["reason"], each["message"])
                     self._failures.setdefault(each["report"], failure)
-        while len(self._failures) > MAX_KEPT:
+        while len(self._failures) > self._max_kept:
             self._failures.popitem(last=False)
         return self._failures.pop(report, None)
 

@@ -139,7 +139,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         facts = ModelFacts.of(self._llm.vllm_config)
         ends = tuple(sorted(facts.eos_token_ids))
         self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
-        self._reports = CoreReports(self._llm)
+        scheduler = self._llm.vllm_config.scheduler_config
+        self._reports = CoreReports(self._llm, scheduler.max_num_seqs + self.config.max_queue)
         self._grammars = GrammarWaits(self._llm)
         self._adapters = await load_adapters(self._llm, package, self.config.adapters)
         digests = {adapter.name: adapter.digest for adapter in self.config.adapters}

@@ -41,19 +41,20 @@ EARLY = frozenset({"repetition_penalty", "frequency_penalty", "presence_penalty"
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at no temperature below, except 0."""
 
+MOST_TEMPERATURE = 2.0
+"""vLLM refuses temperatures above."""
+
 
 class Shipped(NamedTuple):
     """A chain as a request's parameters carry it into the engine's process.
 
     Attributes:
         chain: The chain, pickled; it stands at the end of the prompt that vLLM has.
-        draws: Whether the chain draws the token.
         end_id: Token that ends the answer when the chain fails.
         report: Name of the failure and the receipt.
     """
 
     chain: bytes
-    draws: bool
     end_id: int
     report: str
 
@@ -83,13 +84,11 @@ class NativeRequest:
         fields: Fields of its ``SamplingParams``.
         end_token_ids: Ids that end the answer.
         chain: Processors that run in the engine's process, begun; None if none do.
-        draws: Whether the chain draws the token.
     """
 
     fields: dict[str, Any]
     end_token_ids: frozenset[int]
     chain: ProcessorChain | None = None
-    draws: bool = False
 
 
 def native_request(request: EngineRequest, served: Served) -> NativeRequest:
@@ -111,16 +110,16 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     random = is_sampled(params, chain)
     is_drawn = random and params.seed is not None
-    is_cool = random and 0 < (params.temperature or 0) < LEAST_TEMPERATURE
+    is_beyond = random and bool(params.temperature) and not _is_vllms(params.temperature)
     fields = _fields(params, ends, len(generated))
-    if chain is None and not generated and not is_drawn and not is_cool and _is_native(params, served.native):
+    if chain is None and not generated and not is_drawn and not is_beyond and _is_native(params, served.native):
         return NativeRequest(fields | _native(params, random), ends)
     if chain is not None:
         begin(chain, request)
         _refuse_backtracking(chain)
         _refuse_companion(chain)
     context = Context(Vocabulary(served.vocab_size), ends, params.seed or 0, max_tokens=params.max_tokens)
-    late = is_drawn or is_cool
+    late = is_drawn or is_beyond
     try:
         extra = other_members(params, 0, served.vocab_size)
         rest, chain = with_field_processors(
@@ -135,7 +134,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None and served.is_parallel:
         chain.failures.step_budget_s = float("inf")
-    return NativeRequest(fields | _sampling(rest, random), ends, chain, is_drawn)
+    return NativeRequest(fields | _sampling(rest, random), ends, chain)
 
 
 def of_prompt() -> dict[str, Any]:
@@ -155,9 +154,24 @@ def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) ->
     try:
         packed = pickle.dumps(native.chain)
     except Exception as error:  # of any class: third parties' processors
-        problem = f"cannot be sent to vLLM's process: {type(error).__name__}: {error}"
+        problem = f"{_unsendable(native.chain)} cannot be sent to vLLM's process: {type(error).__name__}: {error}"
         raise InvalidRequest("sampling_params.logits_processor", problem) from error
-    return Shipped(packed, native.draws, end_id, report)
+    return Shipped(packed, end_id, report)
+
+
+def _unsendable(chain: ProcessorChain) -> str:
+    """Name of the first processor that cannot be pickled."""
+    for member in chain.members:
+        try:
+            pickle.dumps(member.processor)
+        except Exception:  # of any class: third parties' processors
+            return member.name
+    return "the chain"
+
+
+def _is_vllms(temperature: float | None) -> bool:
+    """Whether vLLM samples at this temperature as it is given."""
+    return temperature is not None and LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
 
 
 def _is_native(params: SamplingParams, known: frozenset[str]) -> bool:

@@ -104,7 +104,8 @@ class Sampler:
         errors |= {row: str(failure) for row, failure in apply_edits(logits, planned).items()}
         if bitmask is not None:
             apply_bitmask(logits, bitmask)
-        errors |= {row: str(failure) for row, failure in apply_late(logits, planned).items()}
+        failed = apply_late(logits, planned, lambda: self._mask_never(logits))
+        errors |= {row: str(failure) for row, failure in failed.items()}
         self._mask_never(logits)  # a shaping processor may have written there
 
     def _mask_never(self, logits: torch.Tensor) -> None:
