@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from adapters import lean_torch
+from adapters import lean_torch, torch_at_use
 from adapters.catalog.entry import Entry
 from adapters.catalog.selection import NAME
 from adapters.contract import Processor, ShapingProcessor, SteeringProcessor
@@ -72,6 +72,7 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: expected module:Class, got {target!r}")
     if "/" in module or module.endswith(".py"):
         raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
+    torch_at_use.complete()
     lean_torch.complete()  # third-party code may use all of torch
     try:
         loaded: object = importlib.import_module(module)
