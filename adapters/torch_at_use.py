@@ -40,7 +40,7 @@ def install() -> bool:
 
 
 def complete() -> None:
-    """Import torch if a module stands in its place: for code that may ask for more than attributes."""
+    """Import torch where it has not been: for code that may ask for more than attributes."""
     if isinstance(sys.modules.get("torch"), _Unused):
         _import_torch()
 

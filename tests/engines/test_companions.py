@@ -174,7 +174,7 @@ def test_requests_wait_for_pages_of_the_draft_model(drafted: int | None, most: i
 
 
 def contrasted(house: House, number: int) -> Request:
-    """Its first token differs from the others': no page is shared, and each takes 4 of 12 tokens."""
+    """The first tokens differ: no page is shared, and each takes 4 of 12 tokens."""
     asked = EngineRequest(str(number), [3 + number, *range(10, 49)], SamplingParams(max_tokens=8))
     asked = BUILDER.prepare(asked, Selection((Requested("contrastive"),)), BUILDER.context(frozenset({END}), 0, 8))
     return admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model)  # type: ignore[arg-type]
