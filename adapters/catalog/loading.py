@@ -34,6 +34,11 @@ def offered_entries(allow: Sequence[str]) -> list[Entry]:
     return offered
 
 
+def is_offered(name: str) -> bool:
+    """Whether an installed distribution offers a processor of this name, allowed or not."""
+    return name in entry_points(group=GROUP).names
+
+
 def _entry_of(point: EntryPoint) -> Entry:
     distribution = point.dist.name if point.dist is not None else "unknown distribution"
     return _third_party(point.name, point.value, f"{distribution} ({point.value})")
