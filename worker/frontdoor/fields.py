@@ -354,4 +354,4 @@ INSTEAD: Mapping[str, str] = {
     "structured_outputs": f"{', '.join(GUIDES)} or response_format",
     "vllm_xargs": "arguments of a processor of logits_processors",
 }
-"""What the fields of vLLM's that there are not are called here."""
+"""Names here of fields that vLLM has and these requests have not."""

@@ -74,7 +74,9 @@ def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
 
 
 def _problem_of_fields(content: str) -> str | None:
-    """Why the prompt of a body cannot be read, of a file that is none of the other forms."""
+    """The field of a body in whose place no prompt can be read, and what it must be; None if there is
+    none.
+    """
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
