@@ -74,9 +74,7 @@ def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
 
 
 def _problem_of_fields(content: str) -> str | None:
-    """The field of a body in whose place no prompt can be read, and what it must be; None if there is
-    none.
-    """
+    """The field of a body that should be the prompt and is none, and what it must be, if so."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
