@@ -16,7 +16,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from adapters.catalog import Catalog, CatalogError, render_entry, render_list, selection_schema, table, with_table
+from adapters.catalog import (
+    Catalog,
+    CatalogError,
+    Entry,
+    is_offered,
+    render_entry,
+    render_list,
+    selection_schema,
+    table,
+    with_table,
+)
 from adapters.check_command import add_check_command
 from adapters.processors.detection import add_detect_command
 
@@ -35,7 +45,7 @@ def add_show_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("show", help="one processor, its arguments and their ranges")
     parser.add_argument("name", metavar="NAME")
     _add_catalog_options(parser)
-    parser.set_defaults(run=lambda arguments: _write(render_entry(_catalog(arguments)[arguments.name])))
+    parser.set_defaults(run=lambda arguments: _write(render_entry(_entry(arguments))))
 
 
 def add_schema_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -110,9 +120,16 @@ def _catalog(arguments: argparse.Namespace) -> Catalog:
     return Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
 
 
+def _entry(arguments: argparse.Namespace) -> Entry:
+    """The entry of the name. Raises `CatalogError` and `KeyError`."""
+    catalog, name = _catalog(arguments), arguments.name
+    if name not in catalog and is_offered(name):
+        raise CatalogError(f"{name} is installed, but not allowed: give --allow-logits-processors {name}")
+    return catalog[name]
+
+
 def _run_schema(arguments: argparse.Namespace) -> int:
-    catalog = _catalog(arguments)
-    schema = catalog[arguments.name].args_schema() if arguments.name else selection_schema(catalog)
+    schema = _entry(arguments).args_schema() if arguments.name else selection_schema(_catalog(arguments))
     return _write(json.dumps(schema, indent=2) + "\n")
 
 

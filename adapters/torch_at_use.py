@@ -39,6 +39,12 @@ def install() -> bool:
     return True
 
 
+def complete() -> None:
+    """Import torch where it has not been: for code that may ask for more than attributes."""
+    if isinstance(sys.modules.get("torch"), _Unused):
+        _import_torch()
+
+
 class _Unused(ModuleType):
     """torch before its import, as which other modules keep it: it becomes torch itself."""
 

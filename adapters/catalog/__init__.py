@@ -8,7 +8,7 @@ and forbids; `render` writes the catalogue as text.
 
 from adapters.catalog.catalog import Catalog, RuledOut
 from adapters.catalog.entry import BUILT_IN, BuildFailed, Entry
-from adapters.catalog.loading import CatalogError, load_class
+from adapters.catalog.loading import CatalogError, is_offered, load_class
 from adapters.catalog.model import model_context, precompute
 from adapters.catalog.policy import FieldValue, ModelPolicy, Policy, PolicyError
 from adapters.catalog.render import TABLE_BEGIN, TABLE_END, describe, render_entry, render_list, table, with_table
@@ -56,6 +56,7 @@ __all__ = [
     "SelectionError",
     "describe",
     "from_channels",
+    "is_offered",
     "load_class",
     "model_context",
     "parse_selection",

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from adapters import lean_torch
+from adapters import lean_torch, torch_at_use
 from adapters.catalog.entry import Entry
 from adapters.catalog.selection import NAME
 from adapters.contract import Processor, ShapingProcessor, SteeringProcessor
@@ -32,6 +32,11 @@ def offered_entries(allow: Sequence[str]) -> list[Entry]:
     if missing:
         raise CatalogError(f"no installed distribution offers the logits processor {', '.join(sorted(missing))}")
     return offered
+
+
+def is_offered(name: str) -> bool:
+    """Whether an installed distribution offers a processor of this name, allowed or not."""
+    return name in entry_points(group=GROUP).names
 
 
 def _entry_of(point: EntryPoint) -> Entry:
@@ -72,6 +77,7 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: expected module:Class, got {target!r}")
     if "/" in module or module.endswith(".py"):
         raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
+    torch_at_use.complete()
     lean_torch.complete()  # third-party code may use all of torch
     try:
         loaded: object = importlib.import_module(module)

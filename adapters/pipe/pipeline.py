@@ -42,7 +42,7 @@ class LogitsPipe:
         compiled_ops: The fused ops, None until compiled.
 
     Raises:
-        TypeError: an item is no processor, or what is given beside them no rule or check.
+        TypeError: an item is no processor, or what is given beside them no type, rule or check.
         ValueError: the processors make no chain; ``__cause__`` is the `LegalizationError` or
             `CompileError`.
     """
@@ -57,6 +57,8 @@ class LogitsPipe:
     ) -> None:
         if not processors:
             raise ValueError("Pipeline cannot be empty")
+        if not isinstance(input_type, TensorType | None):
+            raise TypeError(f"input_type: expected TensorType.LOGITS or TensorType.PROBS, got {input_type!r}")
         self.processors = [as_processor(item) for item in processors]
         self._rules = listed_rules(custom_fusion_rules)
         self._checks = listed_checks(custom_validity_checks)

@@ -14,12 +14,14 @@ def checked_rows(data: torch.Tensor, meaning: TensorType) -> torch.Tensor:
 
     Raises:
         ValueError: it is not a floating-point ``[B, V]``, or a row holds NaN or +inf, or has no
-            token left.
+            token, or none left.
     """
     if not isinstance(data, torch.Tensor):
         raise ValueError(f"expected a floating-point tensor [batch, vocabulary], got {type(data).__name__}")
     if data.dim() != 2 or not data.is_floating_point():
         raise ValueError(f"expected a floating-point tensor [batch, vocabulary], got {data.dtype} {list(data.shape)}")
+    if len(data) and not data.shape[1]:
+        raise ValueError(f"expected a vocabulary of at least one token, got {list(data.shape)}")
     rows = data if data.dtype in (torch.float32, torch.float64) else data.float()
     if meaning is TensorType.PROBS:
         rows = rows.clamp_min(0.0)

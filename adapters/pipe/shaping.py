@@ -33,10 +33,12 @@ class Shaping(LogitsProcessor):
         **args: Arguments of the class.
 
     Raises:
-        TypeError: the class does not have one of the arguments.
+        TypeError: it is no such class, or does not have one of the arguments.
     """
 
     def __init__(self, shaping: type[ShapingProcessor], context: Context | None = None, **args: Any) -> None:
+        if not isinstance(shaping, type) or not issubclass(shaping, ShapingProcessor):
+            raise TypeError(f"expected a class of shaping processors, got {shaping!r}")
         super().__init__(**args)
         self.shaping = shaping
         self.context = context

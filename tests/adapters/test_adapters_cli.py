@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
 
-from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, selection_schema, table, with_table
+from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, loading, selection_schema, table, with_table
 from adapters.command import main
 
 LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
@@ -63,6 +64,19 @@ def test_mistakes_are_one_line_and_status_2(argv: list[str], problem: str, capsy
     assert out == ""
     assert problem in err
     assert len(err.splitlines()) == 1
+
+
+def test_one_that_is_installed_but_not_allowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = EntryPoint("acme/loud", "third_party:Loud", loading.GROUP)
+    monkeypatch.setattr(loading, "entry_points", lambda group: EntryPoints([point]))
+    for command in ("show", "schema"):
+        assert main([command, "acme/loud"]) == 2
+        told = "acme/loud is installed, but not allowed: give --allow-logits-processors acme/loud\n"
+        assert capsys.readouterr().err == told
+        assert main([command, "acme/loud", "--allow-logits-processors", "acme/loud"]) == 0
+        capsys.readouterr()
 
 
 def test_table_is_written_between_its_markers(tmp_path: Path) -> None:

@@ -118,6 +118,27 @@ assert "torch._C" not in sys.modules
     run(program)
 
 
+@pytest.mark.slow
+def test_torch_is_there_before_third_party_code(tmp_path: Path) -> None:
+    """Also where its version is none whose meta kernels are deferred."""
+    (tmp_path / "outside.py").write_text("""
+from torch import *
+from adapters.basic import TemperatureProcessor
+assert Tensor.__module__ == "torch"  # noqa: F405
+class Mine(TemperatureProcessor):
+    name = "mine"
+""")
+    program = """
+import sys
+sys.path.append(sys.argv[1])
+from adapters import torch_at_use
+assert torch_at_use.install()
+from adapters.catalog.loading import load_class
+assert load_class("outside:Mine", "test").name == "mine"
+"""
+    run(program, str(tmp_path))
+
+
 def test_torch_that_cannot_be_imported_says_so_at_each_use() -> None:
     program = """
 import sys

@@ -160,11 +160,8 @@ class House:
 @pytest.mark.parametrize(("drafted", "most"), [(None, 4), (20, 2)])
 def test_requests_wait_for_pages_of_the_draft_model(drafted: int | None, most: int) -> None:
     house = House(pages=60, rows=8, budget=200, mixed=200, seed=1, drafted=drafted)
-    for number in range(4):  # their first tokens differ: no page is shared, and each takes 4 of 12 tokens
-        asked = EngineRequest(str(number), [3 + number, *range(10, 49)], SamplingParams(max_tokens=8))
-        context = BUILDER.context(frozenset({END}), 0, 8)
-        asked = BUILDER.prepare(asked, Selection((Requested("contrastive"),)), context)
-        house.stepper.add(admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model))  # type: ignore[arg-type]
+    for number in range(4):
+        house.stepper.add(contrasted(house, number))
     scheduler = house.stepper.scheduler
     running, finished = 0, 0
     while not scheduler.is_idle:
@@ -174,6 +171,27 @@ def test_requests_wait_for_pages_of_the_draft_model(drafted: int | None, most: i
     assert (running, finished) == (most, 4)
     assert scheduler.queues.num_preemptions == 0
     assert house.draft_model.cache.num_pages == (24 if drafted is None else 8)
+
+
+def contrasted(house: House, number: int) -> Request:
+    """The first tokens differ: no page is shared, and each takes 4 of 12 tokens."""
+    asked = EngineRequest(str(number), [3 + number, *range(10, 49)], SamplingParams(max_tokens=8))
+    asked = BUILDER.prepare(asked, Selection((Requested("contrastive"),)), BUILDER.context(frozenset({END}), 0, 8))
+    return admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model)  # type: ignore[arg-type]
+
+
+def test_requests_do_not_wait_for_pages_of_drafts_that_ended() -> None:
+    house = House(pages=60, rows=4, budget=200, mixed=200, seed=1, drafts="model", drafted=100)
+    requests = [contrasted(house, number) for number in range(2)]
+    draft = house.draft_model.begin_draft(requests[0])
+    while house.draft_model.append_draft_page(draft):
+        pass
+    assert house.draft_model.cache.num_available < 8
+    house.draft_model.end_draft(draft)
+    for one in requests:
+        house.stepper.add(one)
+    house.stepper.step()
+    assert len(house.stepper.scheduler.queues.running) == 2
 
 
 @pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])

@@ -223,6 +223,7 @@ OTHERS: dict[str, tuple[str, str, Any]] = {
         "v1",
         {
             "selector!": _SELECTOR,
+            "podTargetLabels": ["string"],
             "podMetricsEndpoints": [
                 {"port": "string", "portNumber": "integer", "path": "string", "interval": "string"}
             ],

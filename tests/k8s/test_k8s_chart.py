@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "frontDoor": {"env": [{"name": "C", "value": "d"}]},
         },
     ),
+    "names that YAML would read as something else": (
+        "123",
+        {
+            **OPERATED,
+            "model": {"claim": "on"},
+            "operations": {"enabled": True, "prometheusNamespace": "1e3"},
+            "gateway": {"enabled": True, "name": "0x1", "endpointPicker": {"name": "no"}},
+            "autoscaling": {"enabled": True, "kind": "hpa"},
+        },
+    ),
     "operated disagg": ("pair", {"disaggregated": True, "operations": {"enabled": True, "prometheusNamespace": "obs"}}),
 }
 
@@ -86,6 +97,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a path elsewhere": ({"model": {"path": "tiny"}}, "path"),
     "a long name": ({"name": "a" * 60}, "name"),
     "scaling of a pair": ({"disaggregated": True, "autoscaling": {"enabled": True}}, "autoscaling.enabled"),
+    "fewer workers at most than at least": (
+        {"autoscaling": {"enabled": True, "minReplicas": 5}},
+        "autoscaling.minReplicas: must be at most autoscaling.maxReplicas, 4, got 5",
+    ),
     "scaling of TensorRT-LLM": ({"engine": "trtllm", "autoscaling": {"enabled": True}}, "autoscaling.enabled"),
 }
 
@@ -135,6 +150,12 @@ def test_an_overlay_is_what_the_chart_gives(rendered: dict[str, dict[str, str] |
     given = by_name(resources(rendered, "cpu" if overlay == "gateway" else overlay))
     if overlay == "gateway":  # the overlay begins with two workers, the chart with the least number
         expected["DynamoGraphDeployment", "dlw-agg"]["spec"]["components"][1]["replicas"] = 1
+        # and it knows its namespace
+        prometheus = expected["ScaledObject", "dlw-agg-worker"]["spec"]["triggers"][0]["metadata"]
+        prometheus["query"] = prometheus["query"].replace("{", '{namespace="dlw",')
+    board = expected.pop(("ConfigMap", "dlw-dashboard"))
+    board["metadata"]["name"] = "dlw-agg-dashboard"  # a release has its own
+    expected["ConfigMap", "dlw-agg-dashboard"] = board
     assert given == expected
 
 
@@ -171,6 +192,33 @@ def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, dict[str, str] | st
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
     ingress = found["NetworkPolicy", "pair"]["spec"]["ingress"]
     assert ingress[1]["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "obs"}
+
+
+def test_names_stay_texts(rendered: dict[str, dict[str, str] | str]) -> None:
+    found = resources(rendered, "names that YAML would read as something else")
+    assert len(found) > 10
+    for each in found:
+        if each["apiVersion"] in ("v1", "policy/v1", "networking.k8s.io/v1", "autoscaling/v2"):
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    graph = by_name(found)["DynamoGraphDeployment", "123"]
+    assert list(jsonschema.Draft202012Validator(load_schema()).iter_errors(graph)) == []
+    volumes = graph["spec"]["components"][0]["podTemplate"]["spec"]["volumes"]
+    assert volumes[0]["persistentVolumeClaim"]["claimName"] == "on"
+    pool, route = (one for one in found if one["kind"] in ("InferencePool", "HTTPRoute"))
+    assert pool["spec"]["endpointPickerRef"]["name"] == "no"
+    assert route["spec"]["parentRefs"][0]["name"] == "0x1"
+
+
+def test_releases_of_one_namespace_share_no_name(rendered: dict[str, dict[str, str] | str]) -> None:
+    named = "names that YAML would read as something else"
+    assert not set(by_name(resources(rendered, "cpu"))) & set(by_name(resources(rendered, named)))
+
+
+def test_an_autoscaler_selects_by_a_label_that_is_scraped(rendered: dict[str, dict[str, str] | str]) -> None:
+    found = by_name(resources(rendered, "names that YAML would read as something else"))
+    metric = found["HorizontalPodAutoscaler", "123-worker"]["spec"]["metrics"][0]["external"]["metric"]
+    scraped = found["PodMonitor", "123"]["spec"]["podTargetLabels"]
+    assert list(metric["selector"]["matchLabels"]) == [re.sub(r"[^a-z]", "_", label) for label in scraped]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
+import uvloop
 from engine_doors import CHAT, HELLO, ScriptedWorker, ask, door, finish, token
 
 from worker.errors import Draining, Overloaded, RequestFailed
+from worker.frontdoor.openengine.exchange import Engines, Request, answer
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import engine_error
 
@@ -151,3 +155,19 @@ async def test_a_slow_reader_holds_the_worker_back(tiny_model: Path) -> None:
                 before = written
                 await asyncio.sleep(0.5)
         assert written < 30_000_000
+
+
+def test_writing_to_a_client_that_has_left_is_its_end() -> None:
+    """uvloop raises a plain `RuntimeError` there, which would be an error of the front door."""
+
+    async def write() -> None:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        theirs.close()
+        writer.transport.abort()
+        await asyncio.sleep(0.01)
+        engines = Engines(Mock(), Mock(), None, 0)
+        await answer(engines, Request("GET", "/live", {}, b""), writer)
+
+    with pytest.raises(ConnectionError):
+        uvloop.run(write())

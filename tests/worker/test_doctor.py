@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from worker.doctor.finding import Finding
-from worker.doctor.machine import inotify_instances, machine
+from worker.doctor.machine import _open_files, inotify_instances, machine
 from worker.doctor.packages import packages, pinned, unmet
 from worker.doctor.ports import ports
 
@@ -88,6 +88,11 @@ def test_a_model_cache_that_cannot_be_looked_for(tmp_path: Path) -> None:
     """As below another user's home, or as here below a name that no directory can have."""
     found = {each.name: each for each in machine(tmp_path, {"XDG_CACHE_HOME": str(tmp_path / ("x" * 300))})}
     assert found["model cache"].found.endswith("free")
+
+
+@pytest.mark.parametrize(("soft", "level"), [(24, "lacks"), (64, "note"), (4096, "ok")])
+def test_open_files(soft: int, level: str) -> None:
+    assert _open_files(soft, 4096).level == level
 
 
 @pytest.mark.parametrize(("taken", "level"), [(115, "ok"), (116, "note"), (130, "note")])

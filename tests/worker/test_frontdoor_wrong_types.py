@@ -154,6 +154,25 @@ async def test_an_unknown_parameter(path: str) -> None:
     assert error["message"].startswith("x: " if path == "/v1/messages" else "beta: ")
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"bad_words": ["a"]}, "use bad_words or phrase_ban of logits_processors"),
+        ({"structured_outputs": {"regex": "a"}}, "use guided_json, guided_regex, "),
+        ({"vllm_xargs": {"a": 1}}, "use arguments of a processor of logits_processors"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_fields_of_vllm_name_what_is_here_instead(path: str, field: dict[str, Any], said: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **field}
+    if path == "/v1/completions":
+        body = {"model": "m", "prompt": "x", **field}
+    async with house(says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(post(encoded(body), path=path)))
+    assert (status, error["code"], error["param"]) == (400, "unknown_parameter", *field)
+    assert f"is not a field of {path}; {said}" in error["message"]
+
+
 async def test_a_parameter_twice_among_thousands() -> None:
     query = "&".join(f"a{i}" for i in range(3000))
     async with house(says(*CHUNKS)) as at:

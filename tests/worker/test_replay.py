@@ -14,6 +14,7 @@ from served_worker import Answer, Client, serving
 
 from adapters.client import processor, selection
 from worker.__main__ import main
+from worker.errors import ConfigurationError
 from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
 from worker.models.default_model import _GGUF_SHA256
@@ -295,6 +296,29 @@ async def test_a_body_is_rendered_with_the_variables_of_its_request(
     assert not any(f"{variable}=unset" in text for variable in variables)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     (tmp_path / "body.json").write_text(json.dumps({"messages": messages, **fields}))
+    record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
+    assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": "Hello"}, "messages must be a list of messages, got 'Hello'"),
+        ({"messages": {"role": "user"}}, "messages must be a list of messages, got a dict of 1"),
+        ({"prompt": ["a", "b"]}, "prompt must be a text or a list of token ids, got a list of 2"),
+    ],
+)
+async def test_a_body_without_a_prompt_names_the_field(
+    body: dict[str, Any], said: str, receipt: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    """Unless the file is the text itself."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (tmp_path / "body.json").write_text(json.dumps(body))
+    with pytest.raises(ConfigurationError, match=f"--prompt-file {tmp_path}/body.json: {said}"):
+        read_prompt(tmp_path / "body.json", RecordedReceipt.model_validate(receipt), tokenizer)
+    prompt = tokenizer.encode(json.dumps(body), add_special_tokens=False)
     record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
     assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
 

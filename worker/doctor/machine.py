@@ -28,6 +28,9 @@ SMALLEST_SHARED_MEMORY = 2**30
 SMALLEST_DISK = 2**30
 """Bytes for the default model, converted, and its packed copies."""
 
+FEWEST_OPEN_FILES = 64
+"""Open files without which a worker behind Dynamo does not start."""
+
 OPEN_FILES = 4096
 """Open files that a worker, or a front door with two sockets a stream, needs for 1,000 streams."""
 
@@ -141,6 +144,8 @@ def _open_files(soft: int, hard: int) -> Finding:
         return Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}")
     room = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
     mend = "ulimit -n 65536" if room else "LimitNOFILE=65536 of the service, or --ulimit nofile=65536 of the container"
+    if soft < FEWEST_OPEN_FILES:
+        return Finding("open files", "lacks", f"{soft:,}: too few for a worker to start", mend)
     return Finding("open files", "note", f"{soft:,}: too few for 1,000 streams", mend)
 
 

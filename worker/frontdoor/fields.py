@@ -348,3 +348,10 @@ def tables(record: type[SamplingParams]) -> Mapping[str, Mapping[str, ClientFiel
 FIELDS = client_fields()
 TABLES = tables(SamplingParams)
 """The fields of the requests that are served."""
+
+INSTEAD: Mapping[str, str] = {
+    "bad_words": "bad_words or phrase_ban of logits_processors",
+    "structured_outputs": f"{', '.join(GUIDES)} or response_format",
+    "vllm_xargs": "arguments of a processor of logits_processors",
+}
+"""Names here of fields that vLLM has and these requests have not."""

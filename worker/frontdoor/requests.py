@@ -15,7 +15,7 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.field_types import is_one_of
-from worker.frontdoor.fields import CHAT, ClientField, tables
+from worker.frontdoor.fields import CHAT, INSTEAD, ClientField, tables
 from worker.frontdoor.guides import guide_as_processor
 from worker.frontdoor.nvext import annotations_of
 from worker.frontdoor.tool_choice import allowed_places, with_allowed_tools
@@ -191,7 +191,8 @@ def _check(path: str, table: Mapping[str, ClientField], fields: Body) -> None:
     for name, value in fields.items():
         field = table.get(name)
         if field is None:
-            raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
+            hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+            raise FieldRefused(printable(name), f"is not a field of {path}{hint}", code="unknown_parameter")
         if field.fate == "refused" and not field.asks_for_nothing(value):
             raise FieldRefused(name, field.why, code="unsupported_parameter")
         if field.check is not None and value is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.strict_json import has_half_a_pair
-from worker.errors import ConfigurationError
+from worker.errors import ConfigurationError, shown
 from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
 
@@ -33,6 +33,9 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[in
     for ids in found:
         if str(TokenDigest(ids)) == receipt.prompt_digest:
             return ids
+    problem = _problem_of_fields(content)
+    if problem is not None:
+        raise ConfigurationError(f"--prompt-file {path}: {problem}")
     numbers = " or ".join(dict.fromkeys(str(len(ids)) for ids in found)) or "no"
     raise ConfigurationError(
         f"prompt_digest: the receipt is of another prompt: it had {receipt.prompt_length} tokens of digest "
@@ -68,6 +71,21 @@ def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
     if any(map(has_half_a_pair, texts)):
         raise ConfigurationError(f"--prompt-file {path}: a text has half of a surrogate pair")
     return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
+
+
+def _problem_of_fields(content: str) -> str | None:
+    """The field of a body that should be the prompt and is none, and what it must be, if so."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict) or _are_ids(body.get("prompt")) or isinstance(body.get("prompt"), str):
+        return None
+    if body.get("prompt") is not None:
+        return f"prompt must be a text or a list of token ids, got {shown(body['prompt'])}"
+    if body.get("messages") is not None and not isinstance(body["messages"], list):
+        return f"messages must be a list of messages, got {shown(body['messages'])}"
+    return None
 
 
 def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ dynamo-logits-worker{{ $suffix }}
 
 {{/* Labels that the operator gives the pods of one kind: root, type */}}
 {{- define "dlw.labels" -}}
-nvidia.com/dynamo-graph-deployment-name: {{ include "dlw.name" .root }}
+nvidia.com/dynamo-graph-deployment-name: {{ include "dlw.name" .root | quote }}
 nvidia.com/dynamo-component-type: {{ .type }}
 {{- end }}
 
@@ -152,7 +152,7 @@ podTemplate:
     {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (eq .type "prefill" | ternary 105 75)) | nindent 4 }}
     containers:
       - name: main
-        image: {{ include "dlw.imageOf" (dict "root" .root "engine" $values.engine) }}
+        image: {{ include "dlw.imageOf" (dict "root" .root "engine" $values.engine) | quote }}
         imagePullPolicy: {{ $values.image.pullPolicy }}
         command: [python3, -m, worker]
         args:
@@ -170,12 +170,12 @@ podTemplate:
           {{- end }}
     volumes:
       - name: models
-        persistentVolumeClaim: {claimName: {{ $values.model.claim }}, readOnly: true}
+        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}, readOnly: true}
       - name: tmp
         emptyDir: {sizeLimit: {{ $embedded | ternary "2Gi" "16Gi" }}}
       {{- if $embedded }}
       # What a start leaves for the next one, of all checkpoints.
       - name: packed
-        persistentVolumeClaim: {claimName: {{ $values.model.claim }}}
+        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}}
       {{- end }}
 {{- end }}

@@ -17,6 +17,7 @@ from adapters.pipe import (
     Op,
     ParameterizedOp,
     Sample,
+    Shaping,
     Softmax,
     TaggedTensor,
     Temperature,
@@ -297,6 +298,23 @@ def test_names_that_no_processor_has() -> None:
         SoftmaxOp(enable_pdl=2)
     with pytest.raises(TypeError, match="expected LogitsProcessor objects or classes of shaping processors"):
         LogitsPipe([TemperatureOp()])  # type: ignore[list-item]
+    for wrong in (int, 3):
+        with pytest.raises(TypeError, match="expected a class of shaping processors, got "):
+            Shaping(wrong)  # type: ignore[arg-type]
+
+
+def test_a_type_of_the_input_by_its_name() -> None:
+    with pytest.raises(TypeError, match=r"^input_type: expected TensorType.LOGITS or TensorType.PROBS, got 'logits'$"):
+        LogitsPipe([Temperature()], input_type="logits")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [TensorType.LOGITS, TensorType.PROBS])
+@pytest.mark.parametrize("last", [TopK(top_k=2), TopP(top_p=0.5), MinP(min_p=0.1), Sample()])
+def test_rows_without_a_vocabulary(last: LogitsProcessor, kind: TensorType) -> None:
+    first = [Temperature(temperature=0.5), Softmax()] if kind is TensorType.LOGITS else []
+    pipe = LogitsPipe([*first, last], input_type=kind)
+    with pytest.raises(ValueError, match=r"expected a vocabulary of at least one token, got \[2, 0\]"):
+        pipe(torch.zeros(2, 0))
 
 
 @pytest.mark.parametrize(

@@ -68,20 +68,21 @@ class DraftModel:
         return own
 
     def end_draft(self, sequence: Request) -> None:
-        """Let the pages of a sequence of `begin_draft` be freed before the next one is taken.
+        """Let the pages of a sequence of `begin_draft` be freed by `free_ended`.
 
         May be called in any thread: a request's consumer may be the last one that has the request,
         and the pages are those of the thread that computes.
         """
         self._ended.append(sequence)
 
-    def _free_ended(self) -> None:
+    def free_ended(self) -> None:
+        """Free the pages of drafts that have ended, before any are counted or taken."""
         while self._ended:
             self.cache.free(self._ended.popleft())
 
     def append_draft_page(self, sequence: Request) -> bool:
         """Give a sequence of `begin_draft` one more page; False if those have all of theirs."""
-        self._free_ended()
+        self.free_ended()
         owned = sum(len(one.pages) for one in self._drafted)
         return owned < self._max_drafted_pages and self.cache.append_page(sequence)
 
@@ -100,5 +101,5 @@ class DraftModel:
 
     def check_integrity(self, companions: Iterable[Request], *, whole: bool = True) -> None:
         """The pages are owned by `companions` and by drafts; see `KvCache.check_integrity`."""
-        self._free_ended()
+        self.free_ended()
         self.cache.check_integrity([*companions, *self._drafted], whole=whole)

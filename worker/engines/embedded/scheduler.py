@@ -85,6 +85,8 @@ class Scheduler:
             prompts_first: Leave out the decoding requests if there are prompt tokens to compute.
         """
         queues = self.queues
+        if queues.draft_model is not None:
+            queues.draft_model.free_ended()
         fits = self._append_pages()
         budget = prompt_budget(queues, self.max_num_batched_tokens, self.mixed)
         copies: tuple[PageCopy, ...] = self._admission.admit(budget, only_starved=not fits) if queues.waiting else ()

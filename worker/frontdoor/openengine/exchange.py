@@ -149,8 +149,7 @@ class _Answering:
         data = http.answer(
             status, body, keep_alive=True, head_only=head_only, content_type=content_type, headers=self._lines
         )
-        self._writer.write(data)
-        await self._writer.drain()
+        await self._write(data)
 
     async def fail(self, refused: Refused) -> None:
         """Write an error: the answer, or the last event of a stream that has begun."""
@@ -167,7 +166,7 @@ class _Answering:
             for event in form.events(chunk):
                 if not self._has_begun:
                     self._has_begun = True
-                    self._writer.write(http.stream_head(b"text/event-stream", self._lines, chunked=True))
+                    await self._write(http.stream_head(b"text/event-stream", self._lines, chunked=True))
                     for name, value in self._before(made, request_id):
                         await self._send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
                 await self._send(server_sent(event))
@@ -188,11 +187,15 @@ class _Answering:
                 yield name, request_id if name == "request_id" else json.dumps(token_ids, separators=(",", ":"))
 
     async def _send(self, data: bytes) -> None:
-        self._writer.write(http.chunk(data))
-        await self._writer.drain()
+        await self._write(http.chunk(data))
 
     async def _end(self) -> None:
-        self._writer.write(b"0\r\n\r\n")
+        await self._write(b"0\r\n\r\n")
+
+    async def _write(self, data: bytes) -> None:
+        if self._writer.is_closing():  # where uvloop raises a plain RuntimeError
+            raise ConnectionResetError("the connection has ended")
+        self._writer.write(data)
         await self._writer.drain()
 
 

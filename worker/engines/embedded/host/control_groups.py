@@ -14,7 +14,7 @@ def groups_of(controller: str, root: Path, own: Path) -> Iterator[Path]:
     outermost is its own, and in a service of the system its own is further in.
 
     Args:
-        controller: What is limited: ``cpu`` or ``memory``.
+        controller: The resource that is limited, ``cpu`` or ``memory``.
         root: Mount point of the control groups.
         own: The file that names this process's groups.
     """
