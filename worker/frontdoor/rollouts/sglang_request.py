@@ -13,7 +13,7 @@ from worker.frontdoor.completions.asked import MAX_PROMPTS
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.returned_tokens import Body
 from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, flag, integer
-from worker.frontdoor.values import shown
+from worker.frontdoor.values import printable, shown
 from worker.sampling import MAX_LOGPROBS
 
 DEFAULTS: Body = {
