@@ -265,6 +265,29 @@ async def test_without_max_tokens_the_answer_ends_at_the_context_limit(pool: Poo
     assert whole.token_ids[:30] + answer.token_ids == whole.token_ids
 
 
+@pytest.mark.parametrize("withheld", ["half of a character", "a begun stop string"])
+async def test_tokens_held_back_are_sent_before_an_error(pool: Pool, model: Path, withheld: str) -> None:
+    """No worker takes over what has failed: what was held back for that is the answer's."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    half = tokenizer.convert_tokens_to_ids(["\u00e6"])  # the byte 0xE6, with which \u65e5 begins
+    sent = [40, *(half if withheld.startswith("half") else tokenizer.encode("<<"))]
+    fails = [processor("forced_prefix", token_ids=[*sent, 41]), processor("banned_tokens", token_ids=[41])]
+    raw = {
+        "token_ids": PROMPT,
+        "annotations": ["logits_processors:" + selection(*fails)],
+        "stop_conditions": {"max_tokens": LENGTH, "stop": ["<<<"]},
+    }
+    chunks: list[Any] = []
+
+    async def read() -> None:
+        async for chunk in pool.worker.generate(raw, Context(f"fails at {withheld}")):
+            chunks.append(chunk)
+
+    with pytest.raises(exceptions.InvalidArgument, match="forces token 41, which another processor forbids"):
+        await read()
+    assert [token_id for chunk in chunks for token_id in chunk["token_ids"]] == sent
+
+
 async def test_a_second_migration(pool: Pool) -> None:
     """The record of the second worker is that of the first, but for its owner and its count."""
     raw = request_of("frequency_penalty")

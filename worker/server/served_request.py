@@ -151,13 +151,11 @@ class ServedRequest:
         self._builder = ResponseBuilder(self.record.request, frozenset())
         yield TokenDelta(finish_reason="cancelled")
 
-    async def chunk(self, delta: TokenDelta, chains: ServedChainBuilder, *, shows_empty: bool) -> dict[str, Any] | None:
-        """The chunk for a delta of the engine, None if it has nothing for the client yet.
-
-        ``chains`` count their processors; ``shows_empty`` makes chunks of empty deltas too.
+    async def take(self, delta: TokenDelta, chains: ServedChainBuilder) -> list[TokenDelta]:
+        """What may be sent now of a delta of the engine: with the tokens that were held back before
+        it, and a failure by itself. ``chains`` count its processors.
 
         Raises:
-            RequestFailed: the engine says that the request failed.
             BoundaryStoreUnavailable: the request's record could not be written.
         """
         assert self.record is not None
@@ -168,15 +166,30 @@ class ServedRequest:
         if self._stop_text is not None:
             self._stop_text.end(delta)
             self.is_complete = self._stop_text.found
-        self.entry.finish_reason = delta.finish_reason
-        chunk = None
         if delta.is_empty:
-            chunk = {"token_ids": [], "index": delta.index} if shows_empty else None
-        else:
-            chains.count(delta)
-            chunk = self._filled(delta)
-            if chunk is not None and delta.finish_reason == "stop":
-                self._add_stop_match(chunk, delta)
+            return [delta]
+        assert self._slot is not None
+        chains.count(delta)
+        self.entry.queue_times, self.entry.failure = delta.queue_times, delta.failure
+        self._disaggregation.release(self._slot)
+        self._in_flight.grow(self._slot, len(delta.token_ids))
+        safe = delta if self._safe_chunks is None else self._safe_chunks.take(delta)
+        return [] if safe is None else safe.parts()
+
+    def chunk(self, delta: TokenDelta, *, shows_empty: bool) -> dict[str, Any] | None:
+        """The chunk for one of those, None if it has nothing for the client yet.
+
+        ``shows_empty`` makes chunks of empty deltas too.
+
+        Raises:
+            RequestFailed: the engine says that the request failed.
+        """
+        self.entry.finish_reason = delta.finish_reason
+        if delta.is_empty:
+            return {"token_ids": [], "index": delta.index} if shows_empty else None
+        chunk = self._filled(delta)
+        if chunk is not None and delta.finish_reason == "stop":
+            self._add_stop_match(chunk, delta)
         if delta.finish_reason is not None:  # the runtime may drop the stream without coming back
             self._loop.call_later(SENT_S, self._settle_record)
         return chunk
@@ -192,25 +205,18 @@ class ServedRequest:
             add_match(chunk, delta.stop_reason)
 
     def _filled(self, delta: TokenDelta) -> dict[str, Any] | None:
-        assert self._slot is not None
         assert self._builder is not None
-        self.entry.queue_times, self.entry.failure = delta.queue_times, delta.failure
-        self._disaggregation.release(self._slot)
-        self._in_flight.grow(self._slot, len(delta.token_ids))
-        safe = delta if self._safe_chunks is None else self._safe_chunks.take(delta)
-        if safe is None:
-            return None
-        chunk = self._builder.chunk(safe)
+        chunk = self._builder.chunk(delta)
         if chunk["token_ids"]:
             self._reports.tokens_sent(self.entry, len(chunk["token_ids"]))
-        if safe.kv is not None:
+        if delta.kv is not None:
             assert self.record is not None
             tokens = self.record.request.token_ids
             chunk["disaggregated_params"] = self._disaggregation.transfer_params(
-                tokens, self._selection, safe, self.record.request.beside_model or None
+                tokens, self._selection, delta, self.record.request.beside_model or None
             )
-        if safe.finish_reason is not None:
-            self._reports.metrics.count_outcome(safe.finish_reason)
+        if delta.finish_reason is not None:
+            self._reports.metrics.count_outcome(delta.finish_reason)
         elif not chunk["token_ids"] and "engine_data" not in chunk:
             return None
         return chunk

@@ -186,12 +186,10 @@ class RequestServer:
                     served.end()
                     return
                 async for delta in deltas:
-                    for part in delta.parts():
-                        chunk = await served.chunk(part, self.chains, shows_empty=shows_empty)
+                    for part in await served.take(delta, self.chains):
+                        chunk = served.chunk(part, shows_empty=shows_empty)
                         if chunk is not None:
                             yield chunk
-                        if served.is_complete:
-                            break
                     if served.is_complete:
                         break
             served.end()
