@@ -152,8 +152,8 @@ class ServedRequest:
         yield TokenDelta(finish_reason="cancelled")
 
     async def take(self, delta: TokenDelta, chains: ServedChainBuilder) -> list[TokenDelta]:
-        """The parts of a delta of the engine that may be sent now, with the tokens that
-        were held back before it, and a failure by itself. ``chains`` count its processors.
+        """Take a delta of the engine, whose processors ``chains`` count; returns the parts to send
+        now, with tokens that were held back before it, and a failure by itself.
 
         Raises:
             BoundaryStoreUnavailable: the request's record could not be written.
