@@ -64,6 +64,20 @@ def store(directory: Path) -> Path:
     return directory / beside.DIRECTORY / beside._DIGESTS
 
 
+def test_what_other_workers_write_is_not_looked_at(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of theirs goes away while it is looked at."""
+    (checkpoint / beside.DIRECTORY / "partial-digests-1").mkdir(parents=True)
+    files, scandir = weight_files(checkpoint), os.scandir
+
+    def scanned(path: str | Path = ".") -> object:
+        if beside.DIRECTORY in Path(path).parts:
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    assert weight_files(checkpoint) == files
+
+
 def test_files_that_change_before_their_turn_are_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded meanwhile, in another order."""
     files, file_digest = weight_files(checkpoint), beside.file_digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
@@ -57,15 +57,18 @@ def weight_files(directory: Path) -> list[Path]:
         OSError: the index cannot be read.
         ValueError: it is malformed.
     """
-    found = {path for path in directory.rglob("*.safetensors") if path.is_file() and not _is_hidden(path, directory)}
+    found = {path for path in _files(directory) if path.suffix == ".safetensors" and path.is_file()}
     found.update(directory / name for index in directory.glob(_INDEX) for name in _shards(index))
     if not found:
         found.update(path for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern) if path.is_file())
     return sorted(found)
 
 
-def _is_hidden(path: Path, directory: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(directory).parts)
+def _files(directory: Path) -> Iterator[Path]:
+    """Files in a directory and below it, without hidden ones: other workers write there."""
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _shards(index: Path) -> Iterable[str]:
