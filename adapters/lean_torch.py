@@ -81,9 +81,9 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "torch":
-            return _around(PathFinder.find_spec(name, path), self._import_torch)
+            return around(PathFinder.find_spec(name, path), self._import_torch)
         if name == META_KERNELS:
-            return _around(PathFinder.find_spec(name, path), self._import_meta_kernels)
+            return around(PathFinder.find_spec(name, path), self._import_meta_kernels)
         if name in USERS and "torch" in sys.modules:
             self.complete()
             if name in sys.modules:  # imported with them
@@ -146,19 +146,24 @@ def _allow_generators(torch: Any) -> None:
     torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
 
 
-def _around(spec: ModuleSpec | None, run: Callable[[Callable[[], None]], None]) -> ModuleSpec | None:
-    """``spec`` with a loader that lets ``run`` execute the module; it puts the real loader back."""
+def around(
+    spec: ModuleSpec | None, run: Callable[[Callable[[], None]], None], into: ModuleType | None = None
+) -> ModuleSpec | None:
+    """``spec`` with a loader that lets ``run`` execute the module: ``into`` if that is given.
+
+    The loader puts the real one back.
+    """
     if spec is not None and spec.loader is not None:
-        spec.loader = _Around(spec.loader, run)
+        spec.loader = _Around(spec.loader, run, into)
     return spec
 
 
 class _Around(Loader):
-    def __init__(self, loader: Loader, run: Callable[[Callable[[], None]], None]) -> None:
-        self._loader, self._run = loader, run
+    def __init__(self, loader: Loader, run: Callable[[Callable[[], None]], None], into: ModuleType | None) -> None:
+        self._loader, self._run, self._into = loader, run, into
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        return self._loader.create_module(spec) if self._into is None else self._into
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None

@@ -12,13 +12,13 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from adapters.lean_torch import imported
+from adapters.lean_torch import around, imported
 
 
 def install() -> bool:
@@ -88,22 +88,9 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec("torch", path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Into(spec.loader, self._unused)
-                return spec
+                return around(spec, self._execute, self._unused)
         return None
 
-
-class _Into(Loader):
-    """Executes torch in the module that is in its place."""
-
-    def __init__(self, loader: Loader, module: ModuleType) -> None:
-        self._loader, self._module = loader, module
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        module.__class__ = ModuleType
+    def _execute(self, execute: Callable[[], None]) -> None:
+        execute()
+        self._unused.__class__ = ModuleType
