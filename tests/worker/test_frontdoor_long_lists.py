@@ -7,6 +7,7 @@ from time import thread_time
 from typing import Any
 
 import pytest
+from counted_names import Counted
 from hypothesis import given
 from hypothesis import strategies as st
 from test_frontdoor_tool_texts import WHOLE
@@ -20,17 +21,6 @@ from worker.frontdoor.tools import ToolCallSettings, tools_as_processor
 MANY = 2000
 ONE_AT_A_TIME = replace(WHOLE, several=False)
 IDS = st.sampled_from(["a", "b", "c", None])
-
-
-class Counted(str):
-    """A name that counts how often names are compared."""
-
-    num_comparisons = 0
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        Counted.num_comparisons += 1
-        return super().__eq__(other)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_names import Counted
 from engine_doubles import END, ScriptedModel
 from transformers import AutoModelForCausalLM
 
@@ -155,19 +156,9 @@ def test_a_batch_that_scores_prompts_alone(controller: TextGenerationController)
         assert all(list(one) == list(two) for one, two in tops)
 
 
-class Counted(str):
-    """An id that counts how often ids are compared."""
-
-    num_comparisons = 0
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        Counted.num_comparisons += 1
-        return super().__eq__(other)
-
-
 def test_ids_of_many_requests_are_not_compared_with_each_other(controller: TextGenerationController) -> None:
     """Each new one was compared with all pairs of those that wait."""
+    Counted.num_comparisons = 0
     ids = [Counted(f"rollout {number}") for number in range(60)]
     for request_id in ids:
         controller.add_request(InferenceRequest(request_id=request_id, prompt_tokens=[5]))
