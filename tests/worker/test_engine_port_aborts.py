@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from engine_port_client import Generated, Trainer, trained
 
+from worker.processors.builder import ServedChainBuilder
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -71,6 +72,35 @@ async def test_a_request_that_is_aborted_by_its_id(trainer: Trainer) -> None:
     last = (await task).chunks[-1]
     assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
     assert 5 <= last["completion_usage"]["completion_tokens"] < 900
+
+
+@pytest.mark.parametrize("fields", [{"abort_all": True}, {"request_id": ""}])
+async def test_an_abort_ends_a_preparation(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """A request whose grammar compiles is one of those that the engine has still to answer."""
+    forever = asyncio.Event()
+
+    async def compile_forever(self: ServedChainBuilder, *of_request: object) -> None:
+        await forever.wait()
+
+    monkeypatch.setattr(ServedChainBuilder, "prepare", compile_forever)
+    wants: dict[str, Any] = {
+        "annotations": ["return_token_ids"],
+        "sampling_options": {"guided_decoding": {"regex": "a+"}},
+    }
+    task = asyncio.create_task(trainer.generate(9, **wants))
+    while not trainer.worker.server.in_flight:
+        await asyncio.sleep(0.001)
+    _, loads = await trainer.ask("/v1/loads", method="GET")
+    assert loads["loads"][0]["num_total_reqs"] == 1
+    named = {name: value or f"generated-{trainer.num_asked}" for name, value in fields.items()}
+    await trainer.tell("abort_request", **named)
+    (last,) = (await asyncio.wait_for(task, 10)).chunks
+    assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
+    monkeypatch.undo()
+    assert (await trainer.ask("/v1/loads", method="GET"))[1]["loads"][0]["num_total_reqs"] == 0
+    assert len((await trainer.generate(5)).token_ids) == 5
 
 
 async def test_an_abort_ends_a_pause_that_waits(trainer: Trainer) -> None:

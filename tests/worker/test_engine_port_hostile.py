@@ -11,12 +11,15 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
 from engine_port_client import BYTES_OPTIONS, KEY, Trainer, tensors_of, trained
 from safetensors.torch import save
 
+from worker.errors import InvalidRequest
+from worker.server.engine_routes import new_memory
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -189,3 +192,12 @@ async def test_what_is_no_update_changes_nothing(trainer: Trainer, body: bytes) 
     status, answer = await trainer.ask("/engine/update_weights", body, **BYTES_OPTIONS)
     assert (status, answer["status"]) == (400, "error")
     assert await trainer.tell("get_weight_version") == before
+
+
+async def test_room_is_taken_when_it_is_written() -> None:
+    """A body in chunks may have any size up to the largest, which need not be there."""
+    content = new_memory(16 * psutil.virtual_memory().total)
+    content[-1] = 7
+    assert (content[0], content[-1]) == (0, 7)
+    with pytest.raises(InvalidRequest, match="there is no memory for"):
+        new_memory(2**60)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import mmap
 import socket
 import threading
 import time
@@ -21,9 +20,10 @@ from urllib.parse import parse_qsl, urlsplit
 from adapters.strict_json import read_object
 from worker.arguments import Arguments, KnownKeys, keys_in
 from worker.engines import ServingEngine
-from worker.errors import StartupError, one_line
+from worker.errors import InvalidRequest, StartupError, one_line
 from worker.server.adapters import ServedAdapters
-from worker.server.engine_routes import Asked, EngineRoutes, Route
+from worker.server.engine_routes import Asked, EngineRoutes, Route, new_memory
+from worker.server.interruptible import InPreparation
 from worker.server.sglang_routes import REFUSED, SglangRoutes
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(400, "Content-Length: must be a number of bytes")
         try:
             return self._chunks(most) if is_chunked else self._read(int(length or 0), most)
+        except InvalidRequest as error:
+            raise Refused(413, str(error)) from None
         except (EOFError, TimeoutError, ConnectionError):
             if name == "update_weights":
                 self.port.routes.counts["interrupted"] += 1
@@ -229,12 +231,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _read(self, size: int, most: int) -> memoryview:
         if size > most:
             raise Refused(413, f"body: must have {most} bytes at most, got {size}")
-        content = memoryview(mmap.mmap(-1, size) if size else bytearray())
+        content = new_memory(size) if size else memoryview(bytearray())
         self._fill(content)
         return content
 
     def _chunks(self, most: int) -> memoryview:
-        content, size = memoryview(mmap.mmap(-1, most)), 0  # memory that is not touched is not there
+        content, size = new_memory(most), 0
         while True:
             head = self.rfile.readline(_MAX_CHUNK_HEAD)
             try:
@@ -284,7 +286,9 @@ def _as_bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
 
 
-def open_engine_port(arguments: Arguments, engine: ServingEngine, adapters: ServedAdapters) -> EnginePort | None:
+def open_engine_port(
+    arguments: Arguments, engine: ServingEngine, adapters: ServedAdapters, preparing: InPreparation
+) -> EnginePort | None:
     """The port of ``--engine-port``, None without one.
 
     Raises:
@@ -294,7 +298,7 @@ def open_engine_port(arguments: Arguments, engine: ServingEngine, adapters: Serv
         return None
     keys = keys_in(arguments.engine_key_file, "--engine-key-file")
     try:
-        routes = EngineRoutes(engine, arguments, adapters)
+        routes = EngineRoutes(engine, arguments, adapters, preparing)
         return EnginePort(arguments.engine_host, arguments.engine_port, keys, routes)
     except OSError as error:
         raise StartupError(f"--engine-port {arguments.engine_port}: {error.strerror or error}") from None

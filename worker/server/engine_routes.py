@@ -31,6 +31,7 @@ from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError, 
 from worker.models.regular_files import open_regular
 from worker.server.adapters import MAX_NAME as MAX_ADAPTER_NAME
 from worker.server.adapters import ServedAdapters
+from worker.server.interruptible import Aborted, InPreparation
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _WIDEST = 8
 """Bytes of a tensor's element, at most."""
 
 _MOST_HEADER = 2**20 + 2**10
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has no name for it before 3.13; Linux's number
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_NAME = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
 _MODES: dict[str, PauseMode] = {"abort": "abort", "finish": "finish", "keep": "keep", "wait": "finish"}
@@ -97,6 +99,7 @@ class EngineRoutes:
         engine: Engine of the worker, started.
         arguments: Options of the worker.
         adapters: LoRA adapters of the worker.
+        preparing: Requests that the engine does not have yet.
 
     Attributes:
         engine: See above.
@@ -108,10 +111,13 @@ class EngineRoutes:
     READS: frozenset[str] = frozenset(("get_weight_version", "weights", "lora_adapters"))
     """Routes that may be asked by GET."""
 
-    def __init__(self, engine: ServingEngine, arguments: Arguments, adapters: ServedAdapters) -> None:
+    def __init__(
+        self, engine: ServingEngine, arguments: Arguments, adapters: ServedAdapters, preparing: InPreparation
+    ) -> None:
         self.engine = engine
         self.arguments = arguments
         self._adapters = adapters
+        self._preparing = preparing
         self.counts: Counter[str] = Counter(done=0, refused=0, interrupted=0)
         self.by_name: Mapping[str, Route] = {
             "get_weight_version": self._version,
@@ -266,13 +272,29 @@ class EngineRoutes:
     async def _abort_request(self, asked: Asked) -> Answer:
         check_names(asked, ("request_id", "abort_all"))
         if asked.fields.get("abort_all") is True and "request_id" not in asked.fields:
-            await self.weights.abort_all()
+            await self.abort_all()
             return {"abort_all": True}
         if asked.fields.get("abort_all", False) is not False:
             raise InvalidRequest("abort_all", "must be true, without request_id, or false")
         request_id = text_of(asked.fields, "request_id", 1024)
-        self.engine.abort(request_id)
+        self.abort(request_id)
         return {"request_id": request_id}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has, and those that are prepared for it."""
+        return len(self._preparing) + self.engine.num_unfinished()
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is, with its tokens so far. Ignores unknown ids."""
+        self._preparing.interrupt(request_id, Aborted())
+        self.engine.abort(request_id)
+
+    async def abort_all(self) -> None:
+        """End every request, with its tokens so far."""
+        weights = self.weights
+        self._preparing.interrupt_all(Aborted("abort"))
+        await weights.abort_all()
 
     async def _sleep(self, asked: Asked) -> Answer:
         check_names(asked, ("level",))
@@ -344,13 +366,21 @@ def _mode(fields: Mapping[str, Any]) -> PauseMode:
     return _MODES[value]
 
 
+def new_memory(size: int) -> memoryview:
+    """Bytes that take memory once they are written. Raises `InvalidRequest` if there is no room."""
+    try:
+        return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE))
+    except OSError as error:
+        raise InvalidRequest("body", f"there is no memory for {size} bytes: {error.strerror}") from None
+
+
 def _copied(name: str, size: int) -> memoryview:
     """The first bytes of shared memory, in memory of our own: what the sender does next is its own
     matter.
     """
     if _SHARED_NAME.fullmatch(name) is None:
         raise InvalidRequest("shared_memory", f"must be the name of shared memory, got {shown(name)}")
-    content = memoryview(mmap.mmap(-1, size))
+    content = new_memory(size)
     try:
         with open_regular(_SHARED_MEMORY / name.removeprefix("/")) as file:
             read = 0

@@ -1,10 +1,13 @@
-"""`Interruptible`: work for a request that another task may end."""
+"""`Interruptible`: work for a request that another task may end; `InPreparation`: all of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from worker.engines import FinishReason
 
 T = TypeVar("T")
 
@@ -18,6 +21,18 @@ def call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *argum
             loop.call_soon_threadsafe(call, *arguments)
     else:
         call(*arguments)
+
+
+class Aborted(Exception):
+    """A request ends before it reaches the engine: its client is gone, or an operator aborts it.
+
+    Args:
+        finish_reason: How its answer ends.
+    """
+
+    def __init__(self, finish_reason: FinishReason = "cancelled") -> None:
+        super().__init__(finish_reason)
+        self.finish_reason = finish_reason
 
 
 class Interruptible:
@@ -51,3 +66,32 @@ class Interruptible:
         self._reason = self._reason or reason
         self._task.cancel()
         return True
+
+
+class InPreparation:
+    """Requests that are prepared, which the engine does not know of yet. One event loop only."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Interruptible] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @contextmanager
+    def holding(self, request_id: str, preparing: Interruptible) -> Iterator[None]:
+        """Have a request among them; a new one may take its id before it has left."""
+        self._by_id[request_id] = preparing
+        try:
+            yield
+        finally:
+            if self._by_id.get(request_id) is preparing:
+                del self._by_id[request_id]
+
+    def interrupt(self, request_id: str, reason: Exception) -> None:
+        """End the preparation of a request. Ignores unknown ids."""
+        if request_id in self._by_id:
+            self._by_id[request_id].interrupt(reason)
+
+    def interrupt_all(self, reason: Exception) -> int:
+        """End every preparation; returns how many there were."""
+        return sum([each.interrupt(reason) for each in self._by_id.values()])

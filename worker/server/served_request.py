@@ -9,7 +9,7 @@ from typing import Any
 from adapters.catalog import Selection
 from adapters.vocabulary import byte_index
 from worker.disaggregation.serving import DisaggregatedServing
-from worker.engines import EngineRequest, ReadKv, TokenDelta
+from worker.engines import EngineRequest, FinishReason, ReadKv, TokenDelta
 from worker.errors import Draining, EngineBroken
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests
 from worker.migration.boundary_record import RequestRecord, UnrecordedRequest
@@ -30,10 +30,6 @@ from worker.text.stop_text import StopText
 
 SENT_S = 0.01
 """Time for the runtime to come back for more behind the last chunk of an answer."""
-
-
-class Aborted(Exception):
-    """The client is gone before its request reached the engine."""
 
 
 class ServedRequest:
@@ -145,11 +141,11 @@ class ServedRequest:
                 request, byte_index(vocabulary), stops_here=stops_here, is_migratable=is_migratable
             )
 
-    async def aborted(self) -> AsyncGenerator[TokenDelta, None]:
+    async def aborted(self, finish_reason: FinishReason) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of a request that was aborted before the engine had it."""
         assert self.record is not None
         self._builder = ResponseBuilder(self.record.request, frozenset())
-        yield TokenDelta(finish_reason="cancelled")
+        yield TokenDelta(finish_reason=finish_reason)
 
     async def take(self, delta: TokenDelta, chains: ServedChainBuilder) -> list[TokenDelta]:
         """Take a delta of the engine, whose processors ``chains`` count; returns the parts to send

@@ -39,11 +39,11 @@ from worker.requests.receipts import digest_of_model
 from worker.requests.refusals import ONLY_CHECKED, asks, empty_chunk
 from worker.server.adapters import ServedAdapters
 from worker.server.engine_port import EnginePort, open_engine_port
-from worker.server.interruptible import call_in
+from worker.server.interruptible import Aborted, InPreparation, call_in
 from worker.server.kv_load import KvLoad
 from worker.server.preparation import MakeChains, Preparation
 from worker.server.reports import RequestReports
-from worker.server.served_request import Aborted, ServedRequest
+from worker.server.served_request import ServedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RequestServer:
         self.preparation: Preparation | None = None
         self.adapters: ServedAdapters | None = None
         self.engine_port: EnginePort | None = None
-        self._preparing: dict[str, ServedRequest] = {}
+        self._preparing = InPreparation()
         self._faults = FaultWindow()
         self._num_signals = 0
         self._keepalive: asyncio.Task[None] | None = None
@@ -148,7 +148,7 @@ class RequestServer:
 
     def _open_engine_port(self, adapters: ServedAdapters) -> None:
         try:
-            self.engine_port = open_engine_port(self.arguments, self.engine, adapters)
+            self.engine_port = open_engine_port(self.arguments, self.engine, adapters, self._preparing)
         except StartupError as error:
             self.startup_error = one_line(error)
             raise
@@ -226,28 +226,25 @@ class RequestServer:
         parsed, selection = preparation.parse(raw, metadata, self._updated_weights())
         served.entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
         served.admit(parsed)
-        self._preparing[request_id] = served
         kv: KvPart | None = None
         loop = asyncio.get_running_loop()
         try:
-            request = await served.read_record(self._boundaries)
-            kv = self.disaggregation.kv_of(request, selection)
-            hints = RequestHints(trace, request.priority, client_of(metadata), request.dp_rank, request.session_id)
-            choice += selection.choice
-            engine_request = preparation.without_chain(request_id, request, selection, choice, kv, hints)
-            assert served.record is not None
-            served.record.write(engine_request.seed)
-            if chains.has_work(selection):
-                engine_request = await served.preparing.run(preparation.with_chain(engine_request, selection))
+            with self._preparing.holding(request_id, served.preparing):
+                request = await served.read_record(self._boundaries)
+                kv = self.disaggregation.kv_of(request, selection)
+                hints = RequestHints(trace, request.priority, client_of(metadata), request.dp_rank, request.session_id)
+                choice += selection.choice
+                engine_request = preparation.without_chain(request_id, request, selection, choice, kv, hints)
+                assert served.record is not None
+                served.record.write(engine_request.seed)
+                if chains.has_work(selection):
+                    engine_request = await served.preparing.run(preparation.with_chain(engine_request, selection))
         except BaseException as error:  # a cancellation, too: the engine gets no request that could end the lease
             if isinstance(kv, ReadKv) and isinstance(self.engine, ReleasesKv):
                 call_in(loop, self.engine.release_kv, kv, len(request.token_ids))
             if isinstance(error, Aborted):
-                return served.aborted()
+                return served.aborted(error.finish_reason)
             raise
-        finally:
-            if self._preparing.get(request_id) is served:
-                del self._preparing[request_id]
         receipt, is_migratable = preparation.receipt(engine_request, selection), self._boundaries is not None
         served.begin(engine_request, selection, receipt, chains, is_migratable=is_migratable)
         deltas = self.engine.generate(engine_request)
@@ -255,15 +252,14 @@ class RequestServer:
 
     def end_request(self, request_id: str) -> None:
         """Free everything that a request holds, because its client is gone. Ignores unknown ids."""
-        if request_id in self._preparing:
-            self._preparing[request_id].preparing.interrupt(Aborted())
+        self._preparing.interrupt(request_id, Aborted())
         self.engine.abort(request_id)
         self.disaggregation.release_id(request_id)
         self.in_flight.release_id(request_id)
 
     def migrate_all(self) -> int:
         """End every request in flight with `Draining`, those not yet in the engine too."""
-        return _interrupt_all(self._preparing, Draining("this worker is shutting down")) + self.engine.migrate_all()
+        return self._preparing.interrupt_all(Draining("this worker is shutting down")) + self.engine.migrate_all()
 
     def fail(self, reason: str) -> None:
         """Stop serving for good: migrate every request, and exit with a non-zero status."""
@@ -271,7 +267,7 @@ class RequestServer:
             self.broken = " ".join(reason.split())
             logger.error("engine broken, leaving: %s", self.broken)
             self.in_flight.close()
-            _interrupt_all(self._preparing, EngineBroken(self.broken))
+            self._preparing.interrupt_all(EngineBroken(self.broken))
             self.engine.migrate_all()
             self._shut_down()
 
@@ -321,10 +317,6 @@ class RequestServer:
         """Builder of the loaded model's chains."""
         assert self.preparation is not None, "load comes first"
         return self.preparation.chains
-
-
-def _interrupt_all(preparing: Mapping[str, ServedRequest], failure: ServingError) -> int:
-    return sum([served.preparing.interrupt(failure) for served in preparing.values()])
 
 
 def _reason_to_fail(error: Exception, faults: FaultWindow) -> str | None:

@@ -113,7 +113,7 @@ class SglangRoutes:
 
     async def _loads(self, asked: Asked) -> Answer:
         check_names(asked, ("include",))
-        return {"dp_rank_count": 1, "loads": [{"dp_rank": 0, "num_total_reqs": self._routes.engine.num_unfinished()}]}
+        return {"dp_rank_count": 1, "loads": [{"dp_rank": 0, "num_total_reqs": self._routes.num_unfinished}]}
 
     async def _flush_cache(self, asked: Asked) -> Answer:
         check_names(asked, ("timeout",))
@@ -123,9 +123,9 @@ class SglangRoutes:
     async def _abort_request(self, asked: Asked) -> Answer:
         check_names(asked, ("rid", "abort_all"))
         if _flag(asked.fields, "abort_all", default=False):
-            await self._routes.weights.abort_all()
+            await self._routes.abort_all()
         else:
-            self._routes.engine.abort(text_of(asked.fields, "rid", 1024))
+            self._routes.abort(text_of(asked.fields, "rid", 1024))
         return {"success": True}
 
     async def _pause(self, asked: Asked) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class AnswerQueue:
     def __init__(self, stepper: Stepper, max_num_live: int) -> None:
         self._stepper = stepper
         self._max_num_live = max_num_live
-        self._waiting: deque[tuple[RequestGroup, Answer]] = deque()
+        self._waiting: OrderedDict[str, tuple[RequestGroup, Answer]] = OrderedDict()  # by request id
         self._siblings: dict[str, list[Answer]] = {}  # by the id of the request that they wait for
         self._live: dict[str, tuple[RequestGroup, Answer]] = {}  # in the stepper, by request id
 
@@ -55,13 +55,15 @@ class AnswerQueue:
     def add(self, group: RequestGroup) -> None:
         """Queue the answers to a prompt."""
         first, *others = group.answers
-        self._waiting.append((group, first))
+        self._waiting[first.request.id] = group, first
         if others:
             self._siblings[first.request.id] = others
 
     def add_first(self, group: RequestGroup, answers: Iterable[Answer]) -> None:
         """Queue answers to a prompt before all others."""
-        self._waiting.extendleft((group, answer) for answer in reversed([*answers]))
+        for answer in reversed([*answers]):
+            self._waiting[answer.request.id] = group, answer
+            self._waiting.move_to_end(answer.request.id, last=False)
 
     def withdraw(self, group: RequestGroup) -> list[Answer]:
         """Remove and return the unfinished answers to a prompt, wherever they are."""
@@ -71,13 +73,13 @@ class AnswerQueue:
                 self._end_live(answer)
                 answer.request.num_computed = 0
             self._siblings.pop(answer.request.id, None)
-        self._waiting = deque(one for one in self._waiting if one[0] is not group)
+            self._waiting.pop(answer.request.id, None)
         return unfinished
 
     def fill(self) -> bool:
         """Add waiting answers to the stepper as long as there is room; whether it has any."""
         while self._waiting and len(self._live) < self._max_num_live:
-            group, answer = self._waiting.popleft()
+            _, (group, answer) = self._waiting.popitem(last=False)
             self._live[answer.request.id] = group, answer
             self._stepper.add(answer.request)
         return bool(self._live)
