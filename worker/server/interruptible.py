@@ -27,7 +27,7 @@ class Aborted(Exception):
     """A request ends before it reaches the engine: its client is gone, or an operator aborts it.
 
     Args:
-        finish_reason: How its answer ends.
+        finish_reason: Reason for the end of its answer.
     """
 
     def __init__(self, finish_reason: FinishReason = "cancelled") -> None:
