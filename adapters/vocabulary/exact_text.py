@@ -23,7 +23,8 @@ _SHOWN = 60
 class TextEncoder:
     """Encodes texts for one vocabulary.
 
-    A text is split at the names of added tokens, which become those tokens. The parts between are
+    A text is split at the names of added tokens, which become those tokens, unless such a token adds
+    another text than its name (``▁▁``: two spaces). The parts between are
     encoded by the tokenizer, first alone and then after sentinels that are removed again. The first
     ids whose bytes are the text are taken; where the tokenizer always changes it (a space, a normal
     form), the fewest tokens that spell it.
@@ -39,7 +40,9 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._size, self._index = size, index
         self._bytes = TokenSpelling(tokenizer)
-        self._added = {text: token_id for text, token_id in added_tokens(tokenizer).items() if token_id < size}
+        added = {text: token_id for text, token_id in added_tokens(tokenizer).items() if token_id < size}
+        written = dict(zip(added, self._bytes(list(added.values())), strict=True))
+        self._added = {text: token_id for text, token_id in added.items() if written[text] in (b"", text.encode())}
         names = sorted(self._added, key=len, reverse=True)
         self._names = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 

@@ -52,13 +52,14 @@ class TokenSpelling:
 
     Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split
     over tokens stays split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece
-    piece without ``##``), whether or not the decoder would drop it at the beginning of a text.
+    piece without ``##``), whether or not the decoder would drop it at the beginning of a text. The
+    decoder reads an added token as it reads a piece: Gemma's ``▁▁`` is two spaces.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = special_ids(tokenizer)
-        self._added = {token_id: text.encode() for text, token_id in added_tokens(tokenizer).items()}
+        self._added = frozenset(added_tokens(tokenizer).values())
         self._spelling = _spelling(tokenizer)
 
     def __call__(self, token_ids: Sequence[int]) -> list[bytes]:
@@ -69,9 +70,11 @@ class TokenSpelling:
     def _bytes_of(self, token_id: int, piece: str | bytes | None) -> bytes:
         if not piece or token_id in self._special:
             return b""
-        if token_id in self._added:
-            return self._added[token_id]
-        return piece if isinstance(piece, bytes) else self._spelling(token_id, piece)
+        if isinstance(piece, bytes):
+            return piece
+        if token_id in self._added and isinstance(self._spelling, _WordPiece):  # without the space of a word
+            return piece.encode()
+        return self._spelling(token_id, piece)
 
 
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:

@@ -5,12 +5,16 @@ in any split.
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from effort import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from trained_tokenizers import KINDS, PREFIXED, context_of, prompt_of, said, speak, vocabulary_of
+from small_tokenizers import MODELS
+from tokenizers import AddedToken
+from trained_tokenizers import KINDS, PREFIXED, context_of, made, prompt_of, said, speak, vocabulary_of
+from transformers import PreTrainedTokenizerFast
 
 from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Force
@@ -50,6 +54,23 @@ def test_a_text_behind_any_other_decodes_to_exactly_that_text(kind, text, before
         history += data.draw(st.sampled_from([[], vocabulary.encode("</s>"), vocabulary.encode("<think>")]))
     assume("\ufffd" not in vocabulary.decode(history))  # half a character is none that a text could stand behind
     assert said(kind, history, vocabulary.encode(text)) == text
+
+
+ODD_ADDED = ["▁▁", "▁x", "é", "ÿ", "Ġ", "Ġx", "  ", "a b", "\n\n", "<tag>", "<ta", "e\u0301", "<|a|>", "##x", "x</w>"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MODELS])
+def test_added_tokens_have_the_text_they_decode_to(kind) -> None:
+    backend = made(kind) if kind in KINDS else MODELS[kind].make()
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ODD_ADDED])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend)
+    vocabulary = Vocabulary(len(tokenizer) + 100, tokenizer)
+    [x] = vocabulary.encode("x")
+    for text in ODD_ADDED:
+        token_id = backend.token_to_id(text)
+        written = vocabulary.token_bytes[token_id].decode(errors="replace")
+        assert vocabulary.decode([x, token_id, x]) == f"x{written}x"
+        assert vocabulary.decode([x, *vocabulary.encode(text), x]) == f"x{text}x"
 
 
 @kinds

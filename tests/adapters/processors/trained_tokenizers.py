@@ -120,10 +120,15 @@ PREFIXED = ("llama-legacy", "bpe-first", "bpe-always", "unigram-first", "unigram
 """Those that put a space before a text."""
 
 
+def made(kind: str) -> Tokenizer:
+    """A tokenizer without added tokens."""
+    return _KINDS[kind]()
+
+
 @lru_cache
 def vocabulary_of(kind: str) -> Vocabulary:
     """Its row is wider than its ids."""
-    backend = _KINDS[kind]()
+    backend = made(kind)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     tokenizer = PreTrainedTokenizerFast(
