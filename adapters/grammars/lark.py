@@ -23,6 +23,8 @@ _LEXEME = re.compile(
 _NAMED = re.compile(r"@([A-Za-z_][\w-]*)")
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _RANGES = re.compile(r"<\[(?P<ranges>[^^*\]][^\]]*)\]>")
+_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
+_IN_SLASHES = {"/": r"\/", "\\\n": r"\n"}
 _JSON = json.JSONDecoder()
 _STRICT_JSON = decoder()
 
@@ -32,6 +34,20 @@ Ranges = tuple[range, ...]
 def as_grammar(source: str, others: Sequence[dict[str, str]] = ()) -> str:
     """A Lark grammar in llguidance's JSON form, with ``others`` that it names."""
     return json.dumps({"grammars": [{"lark_grammar": source}, *others]})
+
+
+def regex_grammar(pattern: str) -> str:
+    """A regular expression as a grammar in llguidance's JSON form.
+
+    llguidance's own ``grammar_from_regex`` drops a backslash at the end, and writes line breaks as
+    ``\\n``, which flag ``x`` does not ignore.
+
+    Raises:
+        ValueError: it ends in a backslash that escapes nothing.
+    """
+    if _ESCAPE.sub("", pattern).endswith("\\"):
+        raise ValueError("incomplete escape sequence: it ends in a backslash")
+    return as_grammar(f"start: /{_ESCAPE.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), pattern)}/")
 
 
 def in_one(grammar: str) -> str:

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-from llguidance import LLMatcher
 from pydantic import Field
 
 from adapters.calls.xml_values import TagNotation
@@ -37,7 +36,7 @@ from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, load_tokenizer
 from adapters.grammars.forced_text import MAX_ALLOWED, ForcedText
 from adapters.grammars.json_schema import SchemaRefused, arguments_grammar, lark_grammar, literal
-from adapters.grammars.lark import as_grammar, token_ranges, with_ids, with_schemas, without_literals
+from adapters.grammars.lark import as_grammar, regex_grammar, token_ranges, with_ids, with_schemas, without_literals
 from adapters.grammars.masks import Words
 from adapters.grammars.request_matcher import RequestMatcher
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
@@ -334,7 +333,10 @@ class Regex(GrammarProcessor):
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
-        return str(LLMatcher.grammar_from_regex(args.pattern))
+        try:
+            return regex_grammar(args.pattern)
+        except ValueError as error:
+            raise ArgumentError("pattern", str(error)) from error
 
 
 class Choice(GrammarProcessor):
@@ -356,7 +358,7 @@ class Choice(GrammarProcessor):
         """See `GrammarProcessor.grammar`."""
         pattern = "|".join(map(literal, args.choices))
         _check_length("choices", pattern)
-        return str(LLMatcher.grammar_from_regex(pattern))
+        return regex_grammar(pattern)
 
 
 class Grammar(GrammarProcessor):

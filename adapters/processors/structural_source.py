@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
-from llguidance import LLMatcher
 from pydantic import Field
 
 from adapters.calls.xml_values import TagNotation
 from adapters.contract import ArgumentError, ProcessorArgs
 from adapters.grammars.json_schema import MAX_GRAMMAR, literal
+from adapters.grammars.lark import regex_grammar
 from adapters.processors.grammar import MAX_SOURCE, JsonSchema, arguments_of_call
 from adapters.vocabulary import Vocabulary
 
@@ -174,7 +174,10 @@ class StructuralSource:
         """
         if isinstance(content, JsonContent):
             return self.json(content.json_schema, of)
-        return self._added(str(LLMatcher.grammar_from_regex(content.pattern)))
+        try:
+            return self._added(regex_grammar(content.pattern))
+        except ValueError as error:
+            raise ArgumentError(self._argument, f"{of}: {error}") from error
 
     def _added(self, grammar: str) -> str:
         """Lark expression of a grammar in llguidance's JSON form, which is added."""

@@ -113,10 +113,14 @@ def test_choice_allows_the_prefixes_of_its_texts(choices: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["a|b", "ab?a", "(a|ab)(b|ba)?", "[ab]{1,3}", "a(ba){0,2}", "(a|b)(a|b)b?", "a/b|a\\.b", "(|a)b"]
+    "pattern",
+    [
+        *("a|b", "ab?a", "(a|ab)(b|ba)?", "[ab]{1,3}", "a(ba){0,2}", "(a|b)(a|b)b?", "a/b|a\\.b", "(|a)b", "[/]a\\/"),
+        *("(?x)\n a # a/b\n b", "a\nb|[\n]a", "a\\\nb", "/", "//"),
+    ],
 )
 def test_regex_allows_what_pythons_re_matches_as_a_whole(pattern: str) -> None:
-    candidates = ("".join(c) for n in range(6) for c in itertools.product("ab/.", repeat=n))
+    candidates = ("".join(c) for n in range(6) for c in itertools.product("ab/.\n", repeat=n))
     language = {text.encode() for text in candidates if re.fullmatch(pattern, text)}
     check_language(built(Regex, CONTEXT, pattern=pattern), language)
 
@@ -416,6 +420,8 @@ def allowed_by_plan(chain: ProcessorChain) -> list[int]:
     [
         (Regex, {"pattern": "(a"}, "unclosed group"),
         (Regex, {"pattern": "(?=a)b"}, "look-around"),
+        (Regex, {"pattern": "a\\"}, "incomplete escape sequence"),
+        (Regex, {"pattern": "\\\\\\"}, "incomplete escape sequence"),
         (Regex, {"pattern": r"[^\s\S]"}, "no text matches"),
         (JsonSchema, {"schema": False}, "no JSON matches"),
         (JsonSchema, {"schema": {"items": {"unevaluatedItems": False}}}, "#/items/unevaluatedItems"),
