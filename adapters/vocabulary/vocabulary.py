@@ -84,8 +84,12 @@ class Vocabulary:
 
     @cached_property
     def gap_ids(self) -> frozenset[int]:
-        """Ids below `num_tokens` without a token."""
-        return frozenset() if self.tokenizer is None else frozenset(range(self.num_tokens)) - known_ids(self.tokenizer)
+        """Ids below `num_tokens` without a token. Of ids that share a piece, all have a token."""
+        if self.tokenizer is None:
+            return frozenset()
+        unknown = sorted(frozenset(range(self.num_tokens)) - known_ids(self.tokenizer))
+        pieces = self.tokenizer.convert_ids_to_tokens(unknown)
+        return frozenset(token_id for token_id, piece in zip(unknown, pieces, strict=True) if piece is None)
 
     def encode(self, text: str) -> list[int]:
         """Token ids that add exactly ``text`` after any history (see `TextEncoder`).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -19,6 +20,7 @@ from adapters.processors.masks import BannedTokens
 from adapters.processors.scripts import BanScripts
 from adapters.testing.kit_model import kit_vocabulary
 from adapters.vocabulary import Vocabulary
+from worker.engines.embedded.model.checkpoint_files import undecodable_ids
 
 FIRST_MOVED, GAP = 370, 20
 
@@ -66,6 +68,18 @@ def test_the_highest_id_counts_not_the_number_of_tokens(gapped: Vocabulary, last
     assert gapped.gap_ids == {*range(370, 380), *range(382, 390)}
     assert not house.gap_ids
     assert not Vocabulary(10).gap_ids
+
+
+def test_of_ids_that_share_a_piece_all_have_a_token(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("▁a", -1.0), ("b", -1.0), ("▁a", -2.0), ("b", -3.0), ("b", -4.0)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    vocabulary = Vocabulary(8, tokenizer)
+    assert not vocabulary.gap_ids
+    assert undecodable_ids(tmp_path, 8) == (6, 7)
+    assert vocabulary.token_bytes == [b"", b" a", b"b", b" a", b"b", b"b", b"", b""]
 
 
 def test_a_tag_is_one_token_or_none(gapped: Vocabulary) -> None:

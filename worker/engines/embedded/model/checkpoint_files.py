@@ -75,7 +75,8 @@ def eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]:
 
 
 def undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids that the tokenizer does not have; none without a ``tokenizer.json``.
+    """Ids that the tokenizer does not have; none without a ``tokenizer.json``. Of ids that share a
+    piece it has all.
 
     Raises:
         StartupError: it cannot be read.
@@ -84,10 +85,11 @@ def undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     try:
-        known = set(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise StartupError(f"--model-path {directory}: tokenizer.json: {first_line(error)}") from error
-    return tuple(token for token in range(vocab_size) if token not in known)
+    known = set(tokenizer.get_vocab(with_added_tokens=True).values())
+    return tuple(token for token in range(vocab_size) if token not in known and tokenizer.id_to_token(token) is None)
 
 
 def _told(directory: Path, read: Callable[[Given], Result], given: Given) -> Result:
