@@ -21,6 +21,8 @@ _LEXEME = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _NAMED = re.compile(r"@([A-Za-z_][\w-]*)")
+_OPTIONS = "%llguidance"
+_KNOWN_OPTIONS = ("no_forcing", "allow_initial_skip", "allow_invalid_utf8")
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _RANGES = re.compile(r"<\[(?P<ranges>[^^*\]][^\]]*)\]>")
 _ESCAPE = re.compile(r"\\.|/", re.DOTALL)
@@ -174,6 +176,24 @@ def with_schemas(source: str, grammar_of: Callable[[Any], str]) -> tuple[str, li
         return f"@{name}"
 
     return _replaced(source, replaced), found
+
+
+def check_options(source: str) -> None:
+    """Refuse options that llguidance would ignore.
+
+    Args:
+        source: Source of a grammar.
+
+    Raises:
+        ValueError: as `lexemes`, or ``%llguidance`` sets an option that is unknown, or one twice.
+    """
+    for lexeme in lexemes(source):
+        text = source[lexeme.start : lexeme.end]
+        if lexeme.kind == "json" and text.startswith(_OPTIONS):
+            options, _ = _STRICT_JSON.raw_decode(text.removeprefix(_OPTIONS).lstrip())
+            for name in options if isinstance(options, dict) else ():
+                if name not in _KNOWN_OPTIONS:
+                    raise ValueError(f"{_OPTIONS} has no option {name[:64]!r}, only {', '.join(_KNOWN_OPTIONS)}")
 
 
 def token_ranges(source: str) -> Iterator[Ranges]:

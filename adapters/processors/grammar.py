@@ -36,7 +36,15 @@ from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, load_tokenizer
 from adapters.grammars.forced_text import MAX_ALLOWED, ForcedText
 from adapters.grammars.json_schema import SchemaRefused, arguments_grammar, lark_grammar, literal
-from adapters.grammars.lark import as_grammar, regex_grammar, token_ranges, with_ids, with_schemas, without_literals
+from adapters.grammars.lark import (
+    as_grammar,
+    check_options,
+    regex_grammar,
+    token_ranges,
+    with_ids,
+    with_schemas,
+    without_literals,
+)
 from adapters.grammars.masks import Words
 from adapters.grammars.request_matcher import RequestMatcher
 from adapters.processors.arguments import MAX_LIST, MAX_TEXT
@@ -382,6 +390,7 @@ class Grammar(GrammarProcessor):
         try:
             if _IGNORED_ATTRIBUTE.search(without_literals(args.lark)):
                 raise ArgumentError("lark", "a rule's temperature cannot be honoured")
+            check_options(args.lark)
             source = with_ids(args.lark, lambda name: next(iter(vocabulary.tag(name)), None))
             return as_grammar(*with_schemas(source, lark_grammar))
         except ArgumentError:

@@ -23,11 +23,11 @@ _SHOWN = 60
 class TextEncoder:
     """Encodes texts for one vocabulary.
 
-    A text is split at the names of added tokens, which become those tokens, unless such a token adds
-    another text than its name (``▁▁``: two spaces). The parts between are
-    encoded by the tokenizer, first alone and then after sentinels that are removed again. The first
-    ids whose bytes are the text are taken; where the tokenizer always changes it (a space, a normal
-    form), the fewest tokens that spell it.
+    A text is split at the names of added tokens, which become those tokens unless they add another
+    text than their name (``▁▁``: two spaces). The parts between are encoded by the tokenizer, first
+    alone and then after sentinels that are removed again. The first ids whose bytes are the text
+    are taken; where the tokenizer always changes it (a space, a normal form), the fewest tokens
+    that spell it.
 
     Args:
         tokenizer: Tokenizer of the vocabulary.

@@ -88,7 +88,7 @@ class Vocabulary:
         if self.tokenizer is None:
             return frozenset()
         unknown = sorted(frozenset(range(self.num_tokens)) - known_ids(self.tokenizer))
-        pieces = self.tokenizer.convert_ids_to_tokens(unknown)
+        pieces = self.tokenizer.convert_ids_to_tokens(unknown) if unknown else []
         return frozenset(token_id for token_id, piece in zip(unknown, pieces, strict=True) if piece is None)
 
     def encode(self, text: str) -> list[int]:
