@@ -147,7 +147,7 @@ class _Breakers:
         try:
             index = byte_index(context.vocabulary)
         except ValueError as error:
-            raise ArgumentError("breakers", f"{error}, or []") from error
+            raise ArgumentError("breakers", f"{error}; with [] none is needed") from error
         for text in self._texts:
             self._pieces.update(index.touching(text))
         whole = {token_id for token_id, piece in self._pieces.items() if any(text in piece for text in self._texts)}

@@ -67,7 +67,7 @@ def test_added_tokens_have_the_text_they_decode_to(kind) -> None:
     vocabulary = Vocabulary(len(tokenizer) + 100, tokenizer)
     [x] = vocabulary.encode("x")
     for text in ODD_ADDED:
-        token_id = backend.token_to_id(text)
+        token_id: Any = backend.token_to_id(text)
         written = vocabulary.token_bytes[token_id].decode(errors="replace")
         assert vocabulary.decode([x, token_id, x]) == f"x{written}x"
         assert vocabulary.decode([x, *vocabulary.encode(text), x]) == f"x{text}x"

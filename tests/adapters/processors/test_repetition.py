@@ -350,7 +350,7 @@ def test_dry_special_token_is_a_breaker_by_its_name() -> None:
 
 
 def test_dry_without_a_tokenizer_needs_no_breakers() -> None:
-    with pytest.raises(ArgumentError, match=r"breakers: .*tokenizer.*or \[\]"):
+    with pytest.raises(ArgumentError, match=r"breakers: .*tokenizer.*; with \[\] none is needed"):
         Dry(Dry.Args(), PLAIN)
     processor = Dry(Dry.Args(breakers=[]), PLAIN)
     processor.start([1, 2, 99, 1, 2])
