@@ -121,9 +121,9 @@ class WeightControl:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it, and what
-        waits in one.
+        waits in one, or in a sleep.
         """
-        if mode == "abort" and (self._lock.locked() or self._is_paused):
+        if mode == "abort" and (self._lock.locked() or self.weights_state != "serving"):
             self._streams.abort_all()
         async with self._exclusive(waits=mode == "abort"):
             if self.weights_state == "serving":
