@@ -75,7 +75,7 @@ class Workers:
         Raises:
             WorkerError: a worker refuses it, or none lives.
         """
-        body = {"model_path": str(weights), "weight_version": version, "mode": "finish"}
+        body = {"model_path": str(weights.absolute()), "weight_version": version, "mode": "finish"}
         for url in list(self._engine_urls):
             try:
                 _asked(f"{url}/engine/update_weights_from_disk", body, self._key)

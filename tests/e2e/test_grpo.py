@@ -76,6 +76,19 @@ def test_differences_are_zero_and_runs_are_equal(stack: Stack) -> None:
         workers.Workers(door.url, [url], "another-key").update(stack.directory, "1")
 
 
+def test_weights_are_found_from_where_the_trainer_is(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path is the trainer's own; the workers have another working directory."""
+    _, url = start(stack)
+    sampler = workers.Workers(Door(stack).url, [url], KEY)
+    (tmp_path / "newest").symlink_to(stack.model_path)
+    monkeypatch.chdir(tmp_path)
+    sampler.update(Path("newest"), "1")
+    (group,) = sampler.sample([[9, 30, 41]], n=1, max_tokens=2, seed=1)
+    assert group[0].versions == ("1",)
+
+
 class Killing:
     """A sampler during whose second step a worker dies in the middle of answers."""
 

@@ -139,6 +139,14 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
             ["--kv-cache-memory", "0MiB"],
             "--kv-cache-memory must be a size above 0 with its unit, KiB, MiB or GiB, for example 2GiB, got '0MiB'",
         ),
+        (
+            ["--lora-modules", "one=/a,two=/b,One=/c"],
+            "--lora-modules: one and One are both one in Dynamo's discovery",
+        ),
+        (
+            ["--lora-modules", "\u00fc=/a"],
+            "--lora-modules: \u00fc has no ASCII letter, digit or - for Dynamo's discovery",
+        ),
         (["--nats-url", "nats://a:1"], "--nats-url needs --runtime nats"),
         (["--batch"], "--batch needs --runtime nats"),
         (["--grpc-port", "1"], "--grpc-port needs --runtime openengine"),

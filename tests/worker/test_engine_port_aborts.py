@@ -74,9 +74,17 @@ async def test_a_request_that_is_aborted_by_its_id(trainer: Trainer) -> None:
     assert 5 <= last["completion_usage"]["completion_tokens"] < 900
 
 
-@pytest.mark.parametrize("fields", [{"abort_all": True}, {"request_id": ""}])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/engine/abort_request", {"abort_all": True}),
+        ("/engine/abort_request", {"request_id": ""}),
+        ("/engine/pause", {"mode": "abort"}),
+        ("/pause_generation", {}),
+    ],
+)
 async def test_an_abort_ends_a_preparation(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
 ) -> None:
     """A request whose grammar compiles is one of those that the engine has still to answer."""
     forever = asyncio.Event()
@@ -95,10 +103,12 @@ async def test_an_abort_ends_a_preparation(
     _, loads = await trainer.ask("/v1/loads", method="GET")
     assert loads["loads"][0]["num_total_reqs"] == 1
     named = {name: value or f"generated-{trainer.num_asked}" for name, value in fields.items()}
-    await trainer.tell("abort_request", **named)
+    status, told = await trainer.ask(path, json.dumps(named).encode())
+    assert status == 200, told
     (last,) = (await asyncio.wait_for(task, 10)).chunks
     assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
     monkeypatch.undo()
+    await trainer.tell("resume")
     assert (await trainer.ask("/v1/loads", method="GET"))[1]["loads"][0]["num_total_reqs"] == 0
     assert len((await trainer.generate(5)).token_ids) == 5
 
@@ -117,3 +127,23 @@ async def test_an_abort_ends_a_pause_that_waits(trainer: Trainer) -> None:
     with pytest.raises(Exception, match="was aborted"):
         await task
     await trainer.tell("resume")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_abort_ends_what_sleeps(trainer: Trainer, level: int) -> None:
+    """A request in flight, and one that came after it."""
+    wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
+    growing = Generated()
+    begun = asyncio.create_task(trainer.generate(900, growing, **wants))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.tell("sleep", level=level)
+    waiting = asyncio.create_task(trainer.generate(7, **wants))
+    while trainer.worker.server.engine.num_unfinished() < 2:
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="abort")
+    ended = await asyncio.wait_for(asyncio.gather(begun, waiting), 10)
+    await trainer.tell("wake")
+    await trainer.tell("resume")
+    assert [one.chunks[-1]["engine_data"]["abort"] for one in ended] == [True, True]
+    assert [bool(one.token_ids) for one in ended] == [True, False]

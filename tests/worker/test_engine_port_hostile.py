@@ -186,6 +186,25 @@ async def test_a_checkpoint_that_is_gone_when_it_wakes(
         assert status == 200
 
 
+async def test_a_checkpoint_that_has_changed_when_it_wakes(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Other weights are not taken for those whose digest answers name: an update must come."""
+    model, other = (write_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "other")))
+    tensors = tensors_of(model)
+    async with trained(model, tmp_path_factory.mktemp("keys") / "keys.txt") as trainer:
+        before = await trainer.generate(12)
+        await trainer.tell("sleep", level=2)
+        (other / "model.safetensors").rename(model / "model.safetensors")
+        assert (await trainer.tell("wake"))["state"] == "needs_weights"
+        waiting = asyncio.create_task(trainer.generate(12))
+        status, _ = await trainer.give(tensors, weight_version="again")
+        assert status == 200
+        found = await waiting
+        assert found.token_ids == before.token_ids
+        assert found.versions == [{"version": "again", "from_token": 0}]
+
+
 @pytest.mark.parametrize("body", [UPDATE[:-1], UPDATE + b"\0", b"\xff" * 80, UPDATE[:8] + b"[" * 100_000])
 async def test_what_is_no_update_changes_nothing(trainer: Trainer, body: bytes) -> None:
     before = await trainer.tell("get_weight_version")

@@ -171,3 +171,31 @@ async def test_adapters_are_registered_again_for_late_frontends(
     await asyncio.gather(*models._again.values())
     assert registered == ["mine", "other"] * 3
     assert "the LoRA adapter mine is not registered: discovery is away" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Mine", "it and 'mine' are both mine in Dynamo's discovery"),
+        ("../mine", "it and 'mine' are both mine in Dynamo's discovery"),
+        ("\u65e5\u672c", "the name needs an ASCII letter, a digit or - for Dynamo's discovery"),
+    ],
+)
+async def test_a_name_that_discovery_takes_for_another_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+) -> None:
+    """One key has one entry: the second adapter is not found, and its end is that of the first."""
+    registered: list[str] = []
+
+    async def register(endpoint: Any, name: str, *_: Any) -> None:
+        registered.append(name)
+
+    monkeypatch.setattr(dynamo_adapters, "_register", register)
+    info = dataclasses.replace(INFO, adapters={**ADAPTERS, name: "digest"})
+    models = dynamo_adapters.AdapterModels(None, info, ARGUMENTS, forget=lambda name: None)
+    with pytest.raises(ValueError, match="discovery") as refused:
+        await models.publish(name)
+    assert (str(refused.value), registered) == (problem, [])
+    await models.publish("mine-2")
+    models.close()
+    assert registered == ["mine-2"]

@@ -13,7 +13,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines import TokenDelta, TokenLogprob
+from worker.engines import FinishReason, TokenDelta, TokenLogprob
 from worker.errors import InvalidRequest
 from worker.frontdoor.chat_prompt import with_prompt_as_messages
 from worker.frontdoor.errors import FieldRefused
@@ -74,6 +74,18 @@ def test_chunks_together_have_each_token_once(ids: list[int], cuts: set[int], nu
     rows = [(one.logprob, one.tempered, one.processed, one.log_mass) for one in entries]
     assert [*zip(*(choice["train_logprobs"][key] for key in TRAIN_KEYS), strict=True)] == rows
     assert not any("log_probs" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop", "abort", "cancelled"])
+def test_an_answer_without_a_token_has_empty_lists(reason: FinishReason) -> None:
+    """A deadline or an abort may come before the first one."""
+    (chunk,) = chunks_of([TokenDelta(finish_reason=reason)], logprobs_mode="train")
+    data = ReturnedData(Returned(token_ids=True, mode="train"), in_chat=False)
+    event: dict[str, Any] = {"choices": [{"index": 0}], "nvext": {"engine_data": chunk["engine_data"]}}
+    data.take(event)
+    (choice,) = event["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [7, 8])
+    assert choice["train_logprobs"] == {key: [] for key in TRAIN_KEYS}
 
 
 def test_nothing_is_added_to_an_answer_that_did_not_ask() -> None:

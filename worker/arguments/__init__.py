@@ -10,7 +10,7 @@ from worker.arguments.key_file import KnownKeys, keys_in
 from worker.arguments.option import Option, StrictParser
 from worker.arguments.sources import parse_arguments
 from worker.arguments.table import OPTIONS, Arguments
-from worker.arguments.values import SUBJECT_PART
+from worker.arguments.values import SUBJECT_PART, discovery_key
 
 __all__ = [
     "OPTIONS",
@@ -19,6 +19,7 @@ __all__ = [
     "KnownKeys",
     "Option",
     "StrictParser",
+    "discovery_key",
     "keys_in",
     "parse_arguments",
 ]

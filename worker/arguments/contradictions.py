@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from worker.arguments.table import OPTIONS, Arguments
+from worker.arguments.values import discovery_key
 from worker.errors import ConfigurationError
 
 _EMBEDDED, _TRTLLM, _VLLM, _CONSTANT = ("embedded",), ("trtllm",), ("vllm",), ("constant",)
@@ -30,6 +31,18 @@ _ONLY: dict[str, tuple[str, ...]] = {
     ),
 }
 """Engines that honour an option, for those that not every engine honours."""
+
+
+def _refuse_adapters_of_one_key(a: Arguments) -> None:
+    """Raises `ConfigurationError` of adapters that Dynamo's discovery would take for one."""
+    names: dict[str, str] = {}
+    for name, _ in a.lora_modules:
+        key = discovery_key(name)
+        if not key:
+            raise ConfigurationError(f"--lora-modules: {name} has no ASCII letter, digit or - for Dynamo's discovery")
+        if key in names:
+            raise ConfigurationError(f"--lora-modules: {names[key]} and {name} are both {key} in Dynamo's discovery")
+        names[key] = name
 
 
 def _refuse_options_of_other_engines(a: Arguments) -> None:
@@ -163,6 +176,8 @@ def refuse_contradictions(a: Arguments) -> None:
         _refuse_constant_contradictions(a)
     if a.served_model_name in dict(a.lora_modules):
         raise ConfigurationError(f"--lora-modules: {a.served_model_name} is the name of the model itself")
+    if a.runtime == "dynamo":
+        _refuse_adapters_of_one_key(a)
     if a.lora_modules and a.engine != "embedded" and a.disaggregation_mode not in ("aggregated", "agg"):
         problem = "adapters are registered with aggregated workers alone"
         raise ConfigurationError(f"--lora-modules with --disaggregation-mode {a.disaggregation_mode}: {problem}")

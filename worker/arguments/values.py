@@ -46,6 +46,13 @@ def fraction(text: str) -> float:
     return found
 
 
+def discovery_key(adapter: str) -> str:
+    """The key of an adapter in Dynamo's discovery, where two of one key take each other's place,
+    and one of an empty key takes that of the model itself.
+    """
+    return re.sub(r"[^a-z0-9_-]", "_", adapter.lower()).lstrip("_")
+
+
 SUBJECT_PART = r"[!-)+,\-/-=?-~]+"
 """A part of a subject of NATS: printable ASCII without dots and wildcards."""
 

@@ -127,7 +127,7 @@ class UpdatesWeights(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Compute nothing until `resume`; ``abort`` ends what waits in an earlier pause, too.
+        """Compute nothing until `resume`; ``abort`` ends what waits in a pause or a sleep, too.
 
         Raises `WrongState` while an update is under way.
         """

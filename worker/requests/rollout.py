@@ -67,10 +67,10 @@ class RolloutData:
     def of(self, delta: TokenDelta) -> dict[str, str]:
         """Entries of ``engine_data`` for a delta, empty if nothing was asked for.
 
-        The end of an answer that was aborted before its first token has them, too.
+        The end of an answer without a token has them, too: it was aborted, or its deadline came.
         """
         ids = sampled_ids(delta) if self.is_wanted else []
-        if not ids and (not self.is_wanted or delta.finish_reason not in CUT_OFF or self._prompt is None):
+        if not ids and (not self.is_wanted or delta.finish_reason is None or self._prompt is None):
             return {}
         data: dict[str, Any] = {} if self._prompt is None else {PROMPT_TOKEN_IDS: list(self._prompt)}
         self._prompt = None

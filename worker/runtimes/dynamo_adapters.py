@@ -22,7 +22,7 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-from worker.arguments import Arguments
+from worker.arguments import Arguments, discovery_key
 from worker.engines import EngineInfo
 from worker.errors import one_line, shown
 from worker.runtimes.dynamo_rl import without_system_port
@@ -62,7 +62,15 @@ class AdapterModels:
             self._again[name] = asyncio.create_task(self._keep_registering(name))
 
     async def publish(self, name: str) -> None:
-        """Register an adapter. Raises whatever the runtime does."""
+        """Register an adapter.
+
+        Raises whatever the runtime does, and `ValueError` of a name that it takes for another one.
+        """
+        key = discovery_key(name)
+        if not key:
+            raise ValueError("the name needs an ASCII letter, a digit or - for Dynamo's discovery")
+        if taken := [other for other in self._info.adapters if other != name and discovery_key(other) == key]:
+            raise ValueError(f"it and {shown(taken[0])} are both {key} in Dynamo's discovery")
         await _register(self._endpoint, name, self._info, self._arguments)
         self._again[name] = asyncio.create_task(self._keep_registering(name))
 

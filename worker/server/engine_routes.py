@@ -254,7 +254,7 @@ class EngineRoutes:
         clears = asked.fields.get("clear_cache", False)
         if not isinstance(clears, bool):
             raise InvalidRequest("clear_cache", f"must be true or false, got {shown(clears)}")
-        await weights.pause(mode)
+        await self.pause(mode)
         if clears:
             await weights.flush_cache()
         return {"mode": mode, "state": weights.weights_state}
@@ -289,6 +289,13 @@ class EngineRoutes:
         """End a request wherever it is, with its tokens so far. Ignores unknown ids."""
         self._preparing.interrupt(request_id, Aborted())
         self.engine.abort(request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `UpdatesWeights.pause`; ``abort`` ends requests that are prepared, too."""
+        weights = self.weights
+        if mode == "abort":
+            self._preparing.interrupt_all(Aborted("abort"))
+        await weights.pause(mode)
 
     async def abort_all(self) -> None:
         """End every request, with its tokens so far."""

@@ -133,7 +133,7 @@ class SglangRoutes:
         mode = asked.fields.get("mode", "abort")
         if not isinstance(mode, str) or mode not in _PAUSE_MODES:
             raise InvalidRequest("mode", f"must be {', '.join(_PAUSE_MODES)}, got {shown(mode)}")
-        await self._routes.weights.pause(_PAUSE_MODES[mode])
+        await self._routes.pause(_PAUSE_MODES[mode])
         return {"message": "Generation paused successfully."}
 
     async def _continue(self, asked: Asked) -> Answer:

@@ -23,6 +23,7 @@ from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.serving.step_thread import Call
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.step import Stepper
+from worker.engines.embedded.transfer import fingerprint_beside
 from worker.engines.weights import (
     NotSupported,
     PauseMode,
@@ -121,9 +122,9 @@ class WeightControl:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it, and what
-        waits in one.
+        waits in one, or in a sleep.
         """
-        if mode == "abort" and (self._lock.locked() or self._is_paused):
+        if mode == "abort" and (self._lock.locked() or self.weights_state != "serving"):
             self._streams.abort_all()
         async with self._exclusive(waits=mode == "abort"):
             if self.weights_state == "serving":
@@ -162,14 +163,15 @@ class WeightControl:
 
     async def wake(self) -> None:
         """See `UpdatesWeights.wake`; weights that were dropped are read from the checkpoint again,
-        unless an update has changed them.
+        unless an update has changed them, or somebody the checkpoint.
         """
         async with self._exclusive():
             if not self._level:
                 raise WrongState("the engine does not sleep")
             if not self._model.has_network and not self._version.number:
-                network = await asyncio.to_thread(reload_network, self._config, self._model)
-                await self._call(lambda stepper: self._model.replace_network(network))
+                network = await asyncio.to_thread(self._reloaded)
+                if network is not None:
+                    await self._call(lambda stepper: self._model.replace_network(network))
             self._level = 0
             await self._let_go()
 
@@ -182,6 +184,17 @@ class WeightControl:
 
     async def _made(self, given: Given) -> Network:
         return await asyncio.to_thread(in_own_thread, lambda: self._updates.network(given))
+
+    def _reloaded(self) -> Network | None:
+        """The network of the checkpoint; None if its files are others than at the start: tokens of
+        theirs would name the digest of the weights that were there then.
+        """
+        config = self._config
+        network = reload_network(config, self._model)
+        if self._base.digest in ("", fingerprint_beside(config.model_path, config.packed_copy).result()):
+            return network
+        logger.warning("weights: the files in %s have changed since the start: an update must come", config.model_path)
+        return None
 
     def _change(self, stepper: Stepper, network: Network, version: WeightVersion) -> None:
         stepper.change_weights(lambda: self._model.replace_network(network), version)
