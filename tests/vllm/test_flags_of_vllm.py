@@ -81,7 +81,20 @@ def test_what_is_refused_as_an_argument_is_refused_as_a_flag() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--max-model-length", "8"], "unrecognized arguments: --max-model-length 8 (of the worker, or of vLLM)"),
+        (
+            ["--max-model-length", "8"],
+            "unrecognized arguments: --max-model-length 8 (of the worker, or of vLLM); did you mean --max-model-len?",
+        ),
+        (
+            ["--gpu-memory-utilisation", "0.5"],
+            "unrecognized arguments: --gpu-memory-utilisation 0.5 (of the worker, or of vLLM); "
+            "did you mean --gpu-memory-utilization?",
+        ),
+        (
+            ["--kv-block-sizes", "8"],
+            "unrecognized arguments: --kv-block-sizes 8 (of the worker, or of vLLM); did you mean --kv-block-size?",
+        ),
+        (["--brightness", "8"], "unrecognized arguments: --brightness 8 (of the worker, or of vLLM)"),
         (
             ["--gpu-memory-utilization", "x"],
             "argument --gpu-memory-utilization/--device-memory-utilization: invalid float value: 'x' "

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ class Served:
         assert status == 200, text
         return dict(json.loads(text))
 
-    def logprobs(self, model: str) -> list[float]:
-        return list(self.ask(model, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"])
+    def logprobs(self, model: str, **body: Any) -> list[float]:
+        return list(self.ask(model, logprobs=1, **body)["choices"][0]["logprobs"]["token_logprobs"])
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,16 @@ def test_an_adapter_answers_as_its_merged_weights(served: Served, tmp_path: Path
     assert served.logprobs(MODEL) == pytest.approx(base, abs=1e-3)
     expected = greedy_logprobs(merged(tmp_path / "merged", default_model(), served.adapters["one"]))
     assert one == pytest.approx(expected, abs=2e-3)
+
+
+def test_adapters_in_a_batch_change_no_other_answer(served: Served) -> None:
+    """vLLM's CPU kernels give requests without an adapter what is in the last place for one."""
+    names = (MODEL, "one", "two", MODEL)
+    alone = [served.logprobs(name, max_tokens=32) for name in names]
+    with ThreadPoolExecutor(len(names)) as threads:
+        together = list(threads.map(lambda name: served.logprobs(name, max_tokens=32), names))
+    for found, expected in zip(together, alone, strict=True):
+        assert found == pytest.approx(expected, abs=1e-3)
 
 
 def greedy_logprobs(model: Path) -> list[float]:

@@ -7,7 +7,7 @@ loaded. `option` has what an option is, `values` the parsers of their texts, `ta
 """
 
 from worker.arguments.key_file import KnownKeys, keys_in
-from worker.arguments.option import Option, StrictParser
+from worker.arguments.option import Option, StrictParser, meant
 from worker.arguments.sources import parse_arguments
 from worker.arguments.table import OPTIONS, Arguments
 from worker.arguments.values import SUBJECT_PART, discovery_key
@@ -21,5 +21,6 @@ __all__ = [
     "StrictParser",
     "discovery_key",
     "keys_in",
+    "meant",
     "parse_arguments",
 ]

@@ -94,14 +94,15 @@ class StrictParser(argparse.ArgumentParser):
     """A command line whose errors are `ConfigurationError`."""
 
     def error(self, message: str) -> Any:
-        raise ConfigurationError(message + self._meant(message))
-
-    def _meant(self, message: str) -> str:
-        """The addition about an unknown flag that is nearly one of this command."""
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         flags = [flag for action in self._actions for flag in action.option_strings]
-        close = get_close_matches(unknown[1], flags, n=1, cutoff=0.8) if unknown else []
-        return f"; did you mean {close[0]}?" if close else ""
+        raise ConfigurationError(message + meant(message, flags))
+
+
+def meant(message: str, flags: Sequence[str]) -> str:
+    """The addition to an error about an unknown flag that is nearly one of these."""
+    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+    close = get_close_matches(unknown[1], flags, n=1, cutoff=0.8) if unknown else []
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def from_environment(options: Sequence[Option], prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -45,6 +45,20 @@ def test_adapters_become_vllms_arguments(model: Path, tmp_path: Path) -> None:
     assert given.engine_arguments(known, "0.0")["max_loras"] == 1
 
 
+def test_the_last_place_on_a_cpu_stays_empty(model: Path, tmp_path: Path) -> None:
+    """vLLM's kernels there give it to requests without an adapter that are beside an adapter's."""
+    one = write_adapter(tmp_path / "one", model)
+    argv = ["--model-path", str(model), "--engine", "vllm", "--lora-modules", f"one={one}"]
+    made = config_from(parse_arguments(argv, {}))
+    known = {*package().engine_fields, "enable_lora", "max_loras", "max_lora_rank", "kv_cache_memory_bytes"}
+    assert made.engine_arguments(known, "0.0", is_cpu=True)["max_loras"] == 2
+    given = replace(made, options={"max_loras": 2})
+    assert given.engine_arguments(known, "0.0", is_cpu=True)["max_loras"] == 2
+    with pytest.raises(StartupError, match=r"^max_loras: must be at least 2 for 1 adapters, got 1: vLLM's CPU"):
+        replace(made, options={"max_loras": 1}).engine_arguments(known, "0.0", is_cpu=True)
+    assert "max_loras" not in VllmConfig(model_path=str(model)).engine_arguments(known, "0.0", is_cpu=True)
+
+
 def configured(**config: Any) -> Callable[[Path], object]:
     def change(adapter: Path) -> None:
         known = json.loads((adapter / CONFIG).read_text())

@@ -116,3 +116,13 @@ async def test_a_cache_that_vllm_keeps_is_not_flushed(model: Path) -> None:
     with pytest.raises(WrongState, match="keeps its prefix cache while requests hold KV"):
         await weights.flush_cache()
     await weights.update_weights(model, None, "keep")
+
+
+async def test_damaged_weights_name_the_field_that_gave_them(model: Path, tmp_path: Path) -> None:
+    weights = VllmWeights(Llm(), VllmConfig(model_path=str(model)), RequestTable(), "base", lambda reason: None)
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"{" * 64)
+    with pytest.raises(WeightsRefused, match=r"^model_path: .*header"):
+        await weights.update_weights(damaged, None, "keep")
+    with pytest.raises(WeightsRefused, match=r"^body: .*header"):
+        await weights.update_weights(memoryview(damaged.read_bytes()), None, "keep")

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from worker.arguments import OPTIONS, meant
 from worker.engines.vllm.package import read_package
 from worker.errors import ConfigurationError
 
@@ -39,6 +40,9 @@ def _parser() -> Any:
 
     class Parser(base):  # type: ignore[misc]  # vLLM may be missing here
         def error(self, message: str) -> Any:
-            raise ConfigurationError(f"{' '.join(message.split())} (of the worker, or of vLLM)")
+            said = " ".join(message.split())
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            hint = meant(said, [*flags, *(option.flag for option in OPTIONS)])
+            raise ConfigurationError(f"{said} (of the worker, or of vLLM){hint}")
 
     return Parser(prog="python -m worker", add_help=False, allow_abbrev=False)

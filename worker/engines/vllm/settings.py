@@ -18,7 +18,7 @@ from worker.arguments.yaml_file import load_yaml
 from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.vllm.flags import read_flags
-from worker.engines.vllm.lora import arguments_for
+from worker.engines.vllm.lora import arguments_for, check_empty_place
 from worker.errors import ConfigurationError, StartupError
 from worker.models.json_files import has_code
 from worker.sampling.params import MAX_LOGPROBS
@@ -160,10 +160,13 @@ class VllmConfig:
             is_cpu: Whether it computes on a CPU.
 
         Raises:
-            StartupError: it lacks one.
+            StartupError: it lacks one, or adapters need more places.
         """
-        ours = {"model": self.model_path, "generation_config": "vllm", **arguments_for(self.adapters)}
+        of_adapters = arguments_for(self.adapters, is_cpu=is_cpu)
+        ours = {"model": self.model_path, "generation_config": "vllm", **of_adapters}
         arguments = {**ours, **self.options, **OWN}
+        if is_cpu:
+            check_empty_place(arguments, self.adapters)
         if is_cpu and not os.environ.get(SPACE_ON_CPU) and not any(name in arguments for name in SIZES_OF_CACHE):
             arguments["kv_cache_memory_bytes"] = min(MAX_CACHE_ON_CPU, _available_memory() // 4)
         for name in arguments:

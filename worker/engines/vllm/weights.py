@@ -106,7 +106,8 @@ class VllmWeights:
             with _own_copy() as directory:
                 await asyncio.to_thread(_copy, source, directory)
                 began_s = time.perf_counter()
-                digests = await asyncio.to_thread(self._checked, directory)
+                field = "model_path" if isinstance(source, Path) else "body"
+                digests = await asyncio.to_thread(self._checked, directory, field)
                 number = self._version.number + 1
                 digest = digest_of_update("", digests.items())
                 version = WeightVersion(number, str(number) if name is None else name, digest)
@@ -172,8 +173,8 @@ class VllmWeights:
             self._break_down(reason)
             raise EngineBroken(reason) from error
 
-    def _checked(self, directory: Path) -> dict[str, str]:
-        """Digests of the tensors of an update. Raises `WeightsRefused`."""
+    def _checked(self, directory: Path, field: str) -> dict[str, str]:
+        """Digests of the tensors of an update, which this field gave. Raises `WeightsRefused`."""
         try:
             with safe_open(directory / SINGLE, framework="pt") as file:
                 names = set(file.keys())
@@ -188,7 +189,7 @@ class VllmWeights:
                     raise WeightsRefused(f"tensor {_HEAD}: the model's embeddings are tied; give {_EMBEDDING} alone")
                 return {name: self._digest(name, file.get_tensor(name)) for name in sorted(names)}
         except SafetensorError as error:
-            raise WeightsRefused(f"body: {one_line(error)}") from None
+            raise WeightsRefused(f"{field}: {one_line(error)}") from None
 
     def _digest(self, name: str, tensor: torch.Tensor) -> str:
         expected = self._tensors.get(name)
