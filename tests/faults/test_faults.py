@@ -64,8 +64,9 @@ async def test_a_worker_is_killed(cluster: Cluster, reference: Reference, chance
 async def test_a_worker_is_killed_behind_the_kv_router(
     tmp_path: Path, tiny_model: Path, reference: Reference, chance: random.Random
 ) -> None:
-    """The KV router of 1.4.2 still has a request booked when it moves, and so refuses to move it: its
-    stream ends with an error. What a drain leaves over goes on with both.
+    """The KV router of 1.4.2 still has a request booked when it moves, and so refuses to move it.
+
+    Its stream ends with an error. What a drain leaves over goes on with both.
     """
     with running_cluster(tmp_path, tiny_model, router_mode="kv") as cluster:
         cluster.start(3)
