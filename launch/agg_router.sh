@@ -22,6 +22,7 @@ where no stranger can connect.
   HTTP_PORT          port to serve on (default: 8000)
   FRONT_DOOR         off serves Dynamo's frontend alone, which drops some controls (default: on; docs/front-door.md)
   WORKER_MIGRATION   off lets a request fail whose worker dies (default: on; docs/migration.md)
+                     With ai-dynamo 1.4.2 one whose worker is killed fails all the same (docs/reliability.md).
   DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS
                      seconds after which a worker that says nothing counts as dead (default: 60)
   MAX_RESTARTS       how often a worker that ended by itself is started again (default: 5; docs/reliability.md)

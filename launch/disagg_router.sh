@@ -25,6 +25,7 @@ where no stranger can connect.
   UCX_NET_DEVICES    network devices over which KV goes from worker to worker (default: lo)
   DLW_POOL_SECRET    signs what prefill hands to decode, 32 characters or more (default: made up for this run)
   WORKER_MIGRATION   off lets a request fail whose worker dies (default: on; docs/migration.md)
+                     With ai-dynamo 1.4.2 one whose worker is killed fails all the same (docs/reliability.md).
   DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS
                      seconds after which a worker that says nothing counts as dead (default: 60)
   MAX_RESTARTS       how often a worker that ended by itself is started again (default: 5; docs/reliability.md)

@@ -18,6 +18,7 @@ from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, send, with_thi
 from scored_completions import PROMPTS, computed, scored
 from test_processors_e2e import BUILT_INS
 
+from adapters.client import logits_processors
 from worker.engines.embedded import Engine
 from worker.processors.smoke import SMOKE_VARIABLES
 from worker.sampling import SamplingParams
@@ -79,6 +80,18 @@ def test_a_refusal_of_the_decode_worker_ends_the_lease(pair: tuple[Stack, Worker
     forced = {"name": "forced_sequence", "args": {"token_ids": list(range(300, 320))}}
     reply = chat(stack, forced, max_tokens=4)
     assert reply.status == 400, reply
+    settled(prefill, decode)
+    assert prefill.metric("dlw_kv_transfers_total", outcome="released") == released + 1
+    assert prefill.metric("dlw_kv_transfers_total", outcome="timed_out") == timed_out
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_that_has_passed_is_an_empty_answer(pair: tuple[Stack, Worker, Worker], stream: bool) -> None:
+    """As of one worker; the prompt's KV is let go, not held until its lease times out."""
+    stack, prefill, decode = pair
+    timed_out, released = (prefill.metric("dlw_kv_transfers_total", outcome=end) for end in ("timed_out", "released"))
+    reply = chat(stack, stream=stream, **logits_processors(deadline=1000000000))
+    assert (reply.status, reply.finish_reason, reply.content) == (200, "length", ""), reply.text
     settled(prefill, decode)
     assert prefill.metric("dlw_kv_transfers_total", outcome="released") == released + 1
     assert prefill.metric("dlw_kv_transfers_total", outcome="timed_out") == timed_out

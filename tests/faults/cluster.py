@@ -43,13 +43,16 @@ class Cluster:
         migrates: Whether the frontend moves the requests of a worker that is gone to another one.
         pace_s: Least time of a worker's step.
         max_num_seqs: Requests that a worker computes at a time.
+        router_mode: How the frontend chooses a worker.
 
     Attributes:
         boundaries: Directory of the boundary store, which the workers use if requests migrate.
         spared: A worker that no fault is given to.
     """
 
-    def __init__(self, stack: Stack, *arguments: str, migrates: bool, pace_s: float, max_num_seqs: int) -> None:
+    def __init__(
+        self, stack: Stack, *arguments: str, migrates: bool, pace_s: float, max_num_seqs: int, router_mode: str
+    ) -> None:
         self.stack = stack
         self.boundaries = stack.directory / "boundaries"
         exact = ("--migration", "on", "--boundary-store", f"file:{self.boundaries}") if migrates else ()
@@ -57,7 +60,8 @@ class Cluster:
         self.arguments = (*engine, "--keepalive-s", "1", *EXITS, *exact, *arguments)
         self.pace_s = pace_s
         self.spared: Worker | None = None
-        self.frontend: Process = stack.start_frontend(*(["--migration-limit", "3"] if migrates else []))
+        migration = ["--migration-limit", "3"] if migrates else []
+        self.frontend: Process = stack.start_frontend("--router-mode", router_mode, *migration)
 
     @property
     def url(self) -> str:
@@ -107,9 +111,17 @@ def running_cluster(
     pace_s: float = 0.005,
     max_num_seqs: int = 64,
     patience: int = PATIENCE,
+    router_mode: str = "round-robin",
 ) -> Iterator[Cluster]:
     """A cluster without workers; all that it starts is killed afterwards."""
     with running_stack(directory, model_path) as stack:
         stack.environ.update(frontend_settings(patience))
         stack.environ["PYTHONPATH"] += f":{Path(__file__).parent}"
-        yield Cluster(stack, *arguments, migrates=migrates, pace_s=pace_s, max_num_seqs=max_num_seqs)
+        yield Cluster(
+            stack,
+            *arguments,
+            migrates=migrates,
+            pace_s=pace_s,
+            max_num_seqs=max_num_seqs,
+            router_mode=router_mode,
+        )

@@ -15,7 +15,7 @@ import pytest
 from checker import Reference, check_answers, check_ended
 from cluster import ENGINE, PACED, Cluster, running_cluster
 from e2e_stack import DYNAMO, Stack, running_stack, wait_for
-from injectors import BadRequests, Disconnect, Kill, NeverReads, RollingRestart
+from injectors import BadRequests, Disconnect, Drain, Kill, NeverReads, RollingRestart
 from load_client import LoadClient, Record, prompt_of, streams, under_load
 
 from adapters.client import logits_processors, processor
@@ -59,6 +59,31 @@ async def test_a_worker_is_killed(cluster: Cluster, reference: Reference, chance
     check_answers(client.records, reference)
     assert [record.text for record in client.records[:64]] == [record.text for record in calm]
     cluster.check_settled()
+
+
+async def test_a_worker_is_killed_behind_the_kv_router(
+    tmp_path: Path, tiny_model: Path, reference: Reference, chance: random.Random
+) -> None:
+    """The KV router of 1.4.2 still has a request booked when it moves, and so refuses to move it.
+
+    Its stream ends with an error. What a drain leaves over goes on with both.
+    """
+    with running_cluster(tmp_path, tiny_model, router_mode="kv") as cluster:
+        cluster.start(3)
+        async with LoadClient(cluster.url) as client:
+            asked = await streams(client, 16, NUM_TOKENS)
+            await Drain(replaced=False, second_after_s=0.1).inject(cluster, client, chance)
+            await asyncio.gather(*asked)
+        check_answers(client.records, reference)
+        async with LoadClient(cluster.url) as client:
+            asked = await streams(client, 16, NUM_TOKENS)
+            await Kill(replaced=False).inject(cluster, client, chance)
+            await asyncio.gather(*asked)
+        check_ended(client.records)
+        lost = [record for record in client.records if record.errors]
+        assert bool(lost) is (DYNAMO < (1, 6))
+        check_answers([record for record in client.records if record not in lost], reference)
+        cluster.check_settled()
 
 
 @pytest.mark.campaign

@@ -171,12 +171,16 @@ async def test_one_that_fails_ends_the_others() -> None:
     assert (response.status_code, json.loads(body)["error"]["message"]) == (503, "busy")
 
 
-async def test_an_error_behind_the_beginning_of_a_stream_is_an_event() -> None:
-    """And the answer has no end, so that nobody takes it for a whole one."""
-    refused = json_answer({"error": {"message": "busy"}}, b"503 Service Unavailable")
-    answer = await ask(Frontends(stream(0), stream(1), [*[b""] * 8, refused]))
-    assert b'data: {"error": {"message": "busy"}}\n\n' in answer
-    assert not answer.endswith(LAST)
+@pytest.mark.parametrize(
+    "body", [{"error": {"message": "busy"}}, {"message": "busy", "type": "Service Unavailable", "code": 503}]
+)
+async def test_an_error_behind_the_beginning_of_a_stream_is_an_event(body: dict[str, Any]) -> None:
+    """In OpenAI's form, whatever the frontend's is. It is the last one: there is no ``[DONE]``."""
+    refused = json_answer(body, b"503 Service Unavailable")
+    _, events = read(await ask(Frontends(stream(0), stream(1), [*[b""] * 8, refused])))
+    last = events.removesuffix(b"\n\n").split(b"\n\n")[-1]
+    expected = {"message": "busy", "type": "server_error", "param": None, "code": None}
+    assert json.loads(last.removeprefix(b"data: ")) == {"error": expected}
 
 
 @pytest.mark.parametrize("parts", [[], [STREAM_HEAD, chunked(event(1, "a"))]])

@@ -7,6 +7,7 @@ own random numbers (`Selection.choice`) and its own migration; their prompts sha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 from worker.frontdoor.answering import Asker
@@ -145,7 +146,12 @@ class Choices:
             self.abort()
             self._refused(streamed_error(answer.body) if answer.collects else error_of(answer.status, answer.body))
         elif answer.collects:
-            self._client.received(self._framed(b"data: " + answer.body.replace(b"\n", b" ") + b"\n\n"))
+            refused = error_of(answer.status, answer.body)
+            if self._late is not None:
+                self.abort()
+                self._late(refused)
+                return
+            self._client.received(self._framed(b"data: %b\n\n" % json.dumps(refused.content()).encode()))
             self.failed(answer, f"choice {answer.index} was answered with {answer.status}")
         else:
             if self._begun and answer.body:  # an event without an empty line behind it

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import (
     Collecting,
     EngineInfo,
+    KeepKv,
     KeepsAlive,
     KvPart,
     Measured,
@@ -240,15 +242,24 @@ class RequestServer:
                 if chains.has_work(selection):
                     engine_request = await served.preparing.run(preparation.with_chain(engine_request, selection))
         except BaseException as error:  # a cancellation, too: the engine gets no request that could end the lease
-            if isinstance(kv, ReadKv) and isinstance(self.engine, ReleasesKv):
-                call_in(loop, self.engine.release_kv, kv, len(request.token_ids))
+            if isinstance(kv, ReadKv):
+                self._end_lease(loop, kv, len(request.token_ids))
             if isinstance(error, Aborted):
                 return served.aborted(error.finish_reason)
             raise
         receipt, is_migratable = preparation.receipt(engine_request, selection), self._boundaries is not None
         served.begin(engine_request, selection, receipt, chains, is_migratable=is_migratable)
         deltas = self.engine.generate(engine_request)
-        return deltas if selection.deadline is None else until(selection.deadline, deltas)
+        if selection.deadline is None or isinstance(kv, KeepKv):  # the answer, and its end, are the decode worker's
+            return deltas
+        if isinstance(kv, ReadKv) and selection.deadline <= time.time():  # nobody begins with the deltas
+            self._end_lease(loop, kv, len(request.token_ids))
+        return until(selection.deadline, deltas)
+
+    def _end_lease(self, loop: asyncio.AbstractEventLoop, kv: ReadKv, num_tokens: int) -> None:
+        """Let the prefill worker have the KV back of a request that does not get to the engine."""
+        if isinstance(self.engine, ReleasesKv):
+            call_in(loop, self.engine.release_kv, kv, num_tokens)
 
     def end_request(self, request_id: str) -> None:
         """Free everything that a request holds, because its client is gone. Ignores unknown ids."""
