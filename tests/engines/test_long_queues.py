@@ -1,4 +1,4 @@
-"""What a step's admission looks at does not grow with the queue of a client, or with long prompts."""
+"""What a step's admission looks at grows with neither a client's queue nor long prompts."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.chat_stream import assembled
 from worker.frontdoor.messages.message import whole_message
 from worker.frontdoor.returned_tokens import join_returned, joined_nvext
@@ -34,9 +36,24 @@ class Pieces(list[Any]):
         return [*other, *self]
 
 
+class Bytes(bytes):
+    """The same for bytes."""
+
+    def __radd__(self, other: bytes) -> bytes:
+        Piece.num_copied += len(other)
+        return b"".join((other, self))
+
+
 @pytest.fixture(autouse=True)
 def _uncounted() -> None:
     Piece.num_copied = 0
+
+
+def parsed_answer() -> ParsedAnswer:
+    async def made() -> ParsedAnswer:
+        return ParsedAnswer(None, 0)  # type: ignore[arg-type]
+
+    return asyncio.run(made())
 
 
 def call_of(text: str) -> dict[str, Any]:
@@ -94,3 +111,24 @@ def test_chunks_stay_as_they_are(parts: list[list[int]]) -> None:
     whole = [one for part in parts for one in part]
     assert choice["token_ids"] == found["token_ids"] == (found["logprobs"] or {"content": []})["content"] == whole
     assert extension == {"completion_token_ids": whole}
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"b\n", b"\nc", b"\n\n"])), st.sets(st.integers(0, 20)))
+def test_events_are_the_same_however_they_come(pieces: list[bytes], reads: set[int]) -> None:
+    answer, found = parsed_answer(), list[bytes]()
+    for number, piece in enumerate(pieces):
+        answer.take(piece)
+        found += answer.taken_events() if number in reads else []
+        assert answer.num_bytes == len(answer.body)
+    found += answer.taken_events()
+    assert [*found, answer.body] == b"".join(pieces).split(b"\n\n")
+
+
+def test_a_body_is_joined_once() -> None:
+    answer = parsed_answer()
+    for _ in range(MANY):
+        answer.take(Bytes(b"1"))
+        answer.taken_events()
+    assert answer.num_bytes == MANY
+    assert answer.body == b"1" * MANY
+    assert Piece.num_copied < 20 * MANY

@@ -67,8 +67,8 @@ class TextReader:
         return None if found is None else (found.start() - self.position, found.group())
 
     def find(self, text: str) -> int:
-        """Characters before ``text`` from here on, -1 if it has not come; nothing is looked at twice
-        for it, not even if several readings begin before it.
+        """Characters before ``text`` from here on, -1 if it has not come. Nothing is looked at
+        twice for it, not even where several readings begin before it.
         """
         start, end = self._absent.get(text, (0, 0))
         begin = end - len(text) + 1

@@ -20,7 +20,7 @@ _OVERHEAD = 512
 """Bytes that a response or an item takes beside its JSON, about."""
 _REFERENCE = 8
 _SPARE_ENTRIES = 64
-"""Entries that are out of date which the heap of owners may have beside as many as there are owners."""
+"""Entries out of date that the heap of owners may have beside as many as there are owners."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -147,8 +147,8 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self._owners: dict[str, _Owned] = {}
         self._num_owners = 0  # that ever came
-        # A heap of the owners, the one with the most bytes first: minus their bytes, and their number. An owner whose
-        # bytes have changed since has another entry.
+        # A heap of the owners by their bytes, the most first. One whose bytes have changed has
+        # another entry.
         self._largest: list[tuple[int, int, str]] = []
         self.num_bytes = 0
         self._num_responses = 0
