@@ -119,7 +119,12 @@ class _Choice:
         self._message: dict[str, Any] = {"role": "assistant", "content": None}
         self._texts: dict[str, list[str]] = {}
         self._calls: list[_Call] = []
-        self._choice = {"index": index, "message": self._message, "finish_reason": None, "logprobs": None}
+        self._choice: dict[str, Any] = {
+            "index": index,
+            "message": self._message,
+            "finish_reason": None,
+            "logprobs": None,
+        }
 
     def add(self, delta: dict[str, Any]) -> None:
         """Add what a chunk has of the choice."""
@@ -162,7 +167,7 @@ class _Call:
     """One call of a choice.
 
     Attributes:
-        id: Its id, once it has come.
+        id: Its id; None before it has come.
         name: Parts of the name of the function.
         arguments: Parts of the arguments.
     """

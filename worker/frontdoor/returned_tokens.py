@@ -173,7 +173,7 @@ def joined_nvext(so_far: Mapping[str, Any] | None, more: Mapping[str, Any]) -> d
     """``nvext`` of two chunks of a choice: the ids of both, of the rest the later.
 
     Args:
-        so_far: What this has returned for the chunks before, None for the first; its list grows.
+        so_far: The result for the chunks before, whose list grows; None for the first chunk.
         more: ``nvext`` of the next chunk.
     """
     earlier = so_far or {}
