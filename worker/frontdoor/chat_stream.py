@@ -167,7 +167,7 @@ class _Call:
     """One call of a choice.
 
     Attributes:
-        id: Its id; None before it has come.
+        id: The id of the call, None before it has come.
         name: Parts of the name of the function.
         arguments: Parts of the arguments.
     """
