@@ -19,6 +19,9 @@ _LOOKED_AT = 256
 _KEPT = 4096
 """Forced texts of which each vocabulary keeps the tokens: requests share their schemas."""
 
+_LONGEST_ID = 24
+"""Bytes of the spelling of a token that is an id, not a text, at most."""
+
 _FORCED_ID = re.compile(rb"\xff\[(\d+)\]")
 """Spelling of a token that is an id, not a text, in the bytes that llguidance forces."""
 
@@ -61,8 +64,10 @@ class ForcedText:
             copied: Returns a copy of the request's matcher.
             allowed: The tokens that the grammar allows, fewer than `MAX_ALLOWED`.
         """
-        text, *_ = _FORCED_ID.split(self._text(copied), maxsplit=1)
-        if max(len(self._token_bytes[token_id]) for token_id in allowed) > len(text):
+        longest = max(len(self._token_bytes[token_id]) for token_id in allowed)
+        read = max(longest, _LOOKED_AT)
+        text, *_ = _FORCED_ID.split(self._text(copied)[: read + _LONGEST_ID], maxsplit=1)
+        if longest > len(text):
             return None
         try:
             found = self._encode(text[:_LOOKED_AT].decode(errors="ignore"))

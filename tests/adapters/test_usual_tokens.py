@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from adapters.catalog import Catalog, parse_selection
 from adapters.chain import ProcessorChain, apply_chain
 from adapters.contract import Reads, ShapingProcessor, Stage
+from adapters.grammars import forced_text
 from adapters.testing.kit_model import kit_context
 
 CATALOG = Catalog.default()
+FORCED_ID = forced_text._FORCED_ID
 PROMPT = [40, 41, 42]
 KEYS = ["the quick brown fox", "sleeps", "über", "答案", "Answer: the"]
 SCHEMA = {
@@ -149,3 +151,46 @@ def test_a_thinking_section_may_be_opened_and_is_free(scope: str) -> None:
             assert plan.permits(token_id)
             chain.accept(token_id, chain.position)
         assert chain.plan().force is not None
+
+
+class Pattern:
+    """The pattern of tokens that are ids, which counts the bytes that it is given."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def split(self, text: bytes, maxsplit: int = 0) -> list[bytes]:
+        self.num_bytes += len(text)
+        return FORCED_ID.split(text, maxsplit)
+
+
+class Matcher:
+    """A matcher whose grammar forces a text."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    def compute_ff_bytes(self) -> bytes:
+        return self._text
+
+
+PARTS = st.one_of(
+    st.sampled_from([b"the " * 62, b"fox", b" "]), st.integers(0, 2**32).map(lambda one: b"\xff[%d]" % one)
+)
+
+
+@settings(deadline=None)
+@given(st.lists(PARTS), st.lists(st.integers(0, 255), min_size=1, max_size=9), st.booleans())
+def test_a_long_forced_text_is_not_read_to_its_end(parts: list[bytes], others: list[int], has_usual: bool) -> None:
+    """The token that is found is the one that all of the text would give."""
+    vocabulary, whole = kit_context().vocabulary, b"".join(parts) + b"the " * 10_000
+    text = FORCED_ID.split(whole, maxsplit=1)[0]
+    usual = list(vocabulary.encode(text[:256].decode(errors="ignore")))[:1]
+    allowed = [*others, *(usual if has_usual else [])]
+    has_room = max(len(vocabulary.token_bytes[token_id]) for token_id in allowed) <= len(text)
+    pattern = Pattern()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced_text, "_FORCED_ID", pattern)
+        found = forced_text.ForcedText(vocabulary).first_token(lambda: Matcher(whole), allowed)  # type: ignore[arg-type, return-value]
+    assert found == (usual[0] if usual and usual[0] in allowed and has_room else None)
+    assert pattern.num_bytes < 1000

@@ -205,3 +205,38 @@ def test_a_response_larger_than_the_store_drops_no_other() -> None:
     store.put("b", response("r1"), [])
     assert not store.put("a", response("r2", item("o", "x" * 5000)), [])
     assert len(store) == 2
+
+
+def test_owners_are_not_all_looked_at_for_each_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large response in place of those of many owners took minutes."""
+    many, num_looks = 1000, 0
+
+    class Counted(stores._Owned):
+        @property
+        def num_bytes(self) -> int:
+            nonlocal num_looks
+            num_looks += 1
+            return self._counted
+
+        @num_bytes.setter
+        def num_bytes(self, value: int) -> None:
+            self._counted = value
+
+    monkeypatch.setattr(stores, "_Owned", Counted)
+    store = ResponseStore(2 * MIB)
+    for number in range(many):
+        store.put(f"owner {number}", response("r"), [])
+    before = num_looks
+    assert store.put("last", response("r", item("o", "x" * (2 * MIB - 4096))), [])
+    assert len(store) < 10
+    assert num_looks - before < 20 * many
+
+
+def test_changes_leave_no_more_than_the_owners_behind() -> None:
+    store = ResponseStore(MIB)
+    for number in range(1000):
+        store.put("a", response(f"r{number}"), [])
+        store.put("b", response("r"), [])
+        store.delete("a", f"r{number}")
+        store.delete("b", "r")
+    assert len(store._largest) < 100

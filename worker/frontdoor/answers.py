@@ -36,7 +36,7 @@ class ParsedAnswer:
         connection: Connection to the frontend that sends it.
         status: HTTP status, 0 before the head.
         headers: Names in lower case.
-        body: Bytes of the body so far; of a stream, of the current event.
+        num_bytes: Length of `body`.
         collects: Whether it is an error behind the beginning of a stream.
         ended: Whether it is complete, or not wanted any more.
     """
@@ -46,7 +46,9 @@ class ParsedAnswer:
         self.connection = UpstreamConnection()
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        self.body = b""
+        self._parts: list[bytes] = []  # of the body
+        self._has_event = False  # an event ends in it
+        self.num_bytes = 0
         self.collects = False
         self.ended = False
         self._whole = whole
@@ -57,6 +59,28 @@ class ParsedAnswer:
     @property
     def is_stream(self) -> bool:
         return self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
+    @property
+    def body(self) -> bytes:
+        """Bytes of the body so far; of a stream, of the current event."""
+        if len(self._parts) > 1:
+            self._parts = [b"".join(self._parts)]
+        return self._parts[0] if self._parts else b""
+
+    def take(self, data: bytes) -> None:
+        """Add the next bytes to the body."""
+        last = self._parts[-1][-1:] if self._parts else b""
+        self._has_event = self._has_event or b"\n\n" in last + data
+        self._parts.append(data)
+        self.num_bytes += len(data)
+
+    def taken_events(self) -> list[bytes]:
+        """The events of a stream that are complete, taken out of the body."""
+        if not self._has_event:
+            return []
+        *events, rest = self.body.split(b"\n\n")
+        self._parts, self.num_bytes, self._has_event = [rest] if rest else [], len(rest), False
+        return events
 
     def received(self, data: bytes) -> None:
         """Bytes of the answer."""

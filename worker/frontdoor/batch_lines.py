@@ -156,8 +156,8 @@ class _WaitingClient:
 
     def data(self, answer: ParsedAnswer, data: bytes) -> None:
         """Bytes of the answer's body."""
-        answer.body += data
-        if len(answer.body) > MAX_ANSWER and self.answer is not None:
+        answer.take(data)
+        if answer.num_bytes > MAX_ANSWER and self.answer is not None:
             self.answer.abort()
             self.failed(True, f"an answer beyond {MAX_ANSWER} bytes")
 

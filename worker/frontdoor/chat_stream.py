@@ -7,6 +7,7 @@ answer is the same.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
@@ -76,19 +77,22 @@ def assembled(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
         OpenAI's ``chat.completion``.
     """
     answer: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
+    choices: dict[int, _Choice] = {}
     extensions: dict[int, Any] = {}
     for chunk in chunks:
         answer.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
         if chunk.get("usage"):
             answer["usage"] = chunk["usage"]
         for delta in chunk.get("choices") or ():
-            _put_together(choices.setdefault(delta["index"], _empty_choice(delta["index"])), delta)
+            index = delta["index"]
+            if index not in choices:
+                choices[index] = _Choice(index)
+            choices[index].add(delta)
         if chunk.get("nvext"):
             index = chunk["choices"][0]["index"] if chunk.get("choices") else 0
             extensions[index] = joined_nvext(extensions.get(index), chunk["nvext"])
     answer["object"] = "chat.completion"
-    answer["choices"] = [choices[index] for index in sorted(choices)]
+    answer["choices"] = [choices[index].whole() for index in sorted(choices)]
     return answer | joined_extensions(extensions, choices)
 
 
@@ -104,39 +108,75 @@ def joined_extensions(extensions: Mapping[int, Any], choices: Collection[int]) -
     return {"nvext": next(iter(extensions.values()))} if extensions else {}
 
 
-def _empty_choice(index: int) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": None},
-        "finish_reason": None,
-        "logprobs": None,
-    }
+class _Choice:
+    """One choice of an answer, as far as its chunks have come: its texts are joined at the end.
+
+    Args:
+        index: Number of the choice.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._message: dict[str, Any] = {"role": "assistant", "content": None}
+        self._texts: dict[str, list[str]] = {}
+        self._calls: list[_Call] = []
+        self._choice: dict[str, Any] = {
+            "index": index,
+            "message": self._message,
+            "finish_reason": None,
+            "logprobs": None,
+        }
+
+    def add(self, delta: dict[str, Any]) -> None:
+        """Add what a chunk has of the choice."""
+        message, choice = self._message, self._choice
+        for name, value in (delta.get("delta") or {}).items():
+            if name == "tool_calls":
+                message.setdefault(name, [])
+                for call in value or ():
+                    self._add_call(call)
+            elif isinstance(value, str) and name != "role":
+                message.setdefault(name, "")
+                self._texts.setdefault(name, []).append(value)
+            elif value is not None:
+                message[name] = value
+        choice["finish_reason"] = delta.get("finish_reason") or choice["finish_reason"]
+        join_returned(choice, delta)
+        found = delta.get("logprobs")
+        if found:
+            choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+            choice["logprobs"]["content"].extend(found.get("content") or ())
+
+    def _add_call(self, delta: dict[str, Any]) -> None:
+        while len(self._calls) <= delta["index"]:
+            self._calls.append(_Call())
+        call, function = self._calls[delta["index"]], delta.get("function") or {}
+        call.id = delta.get("id") or call.id
+        call.name.append(function.get("name") or "")
+        call.arguments.append(function.get("arguments") or "")
+
+    def whole(self) -> dict[str, Any]:
+        """The choice that the chunks put together."""
+        self._message.update({name: "".join(texts) for name, texts in self._texts.items()})
+        if "tool_calls" in self._message:
+            self._message["tool_calls"] = [call.whole() for call in self._calls]
+        return self._choice
 
 
-def _put_together(choice: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add what a chunk has of one choice."""
-    message = choice["message"]
-    for name, value in (delta.get("delta") or {}).items():
-        if name == "tool_calls":
-            for call in value or ():
-                _add_call(message.setdefault("tool_calls", []), call)
-        elif isinstance(value, str) and name != "role":
-            message[name] = (message.get(name) or "") + value
-        elif value is not None:
-            message[name] = value
-    choice["finish_reason"] = delta.get("finish_reason") or choice["finish_reason"]
-    join_returned(choice, delta)
-    found = delta.get("logprobs")
-    if found:
-        so_far = choice["logprobs"] or {"content": [], "refusal": None}
-        choice["logprobs"] = {**so_far, "content": so_far["content"] + (found.get("content") or [])}
+@dataclass(slots=True)
+class _Call:
+    """One call of a choice.
 
+    Attributes:
+        id: The id of the call, None before it has come.
+        name: Parts of the name of the function.
+        arguments: Parts of the arguments.
+    """
 
-def _add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
-    while len(calls) <= delta["index"]:
-        calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-    call = calls[delta["index"]]
-    call["id"] = delta.get("id") or call["id"]
-    function = delta.get("function") or {}
-    call["function"]["name"] += function.get("name") or ""
-    call["function"]["arguments"] += function.get("arguments") or ""
+    id: str | None = None
+    name: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+
+    def whole(self) -> dict[str, Any]:
+        """The call."""
+        function = {"name": "".join(self.name), "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}

@@ -121,9 +121,9 @@ class Choices:
         """Bytes of an answer's body."""
         if self._over:
             return
-        answer.body += data
+        answer.take(data)
         if answer.status == 200 and answer.is_stream and not answer.collects and self._begins(answer):
-            *events, answer.body = answer.body.split(b"\n\n")
+            events = answer.taken_events()
             error = None if self._late is None else next(filter(begins_with_error, events), None)
             if error is not None:
                 del events[events.index(error) :]
@@ -133,7 +133,7 @@ class Choices:
                 self._late(streamed_error(error))
                 return
         self._num_bytes += len(data)
-        if len(answer.body) > MAX_ANSWER or (not self._begun and self._num_bytes > MAX_ANSWER):
+        if answer.num_bytes > MAX_ANSWER or (not self._begun and self._num_bytes > MAX_ANSWER):
             self.failed(answer, f"an answer beyond {MAX_ANSWER} bytes")
 
     def ended(self, answer: ParsedAnswer) -> None:

@@ -91,12 +91,11 @@ class Chunks:
         """Bytes of an answer's body."""
         if self._problem is not None:
             return
-        answer.body += data
+        answer.take(data)
         if not answer.collects:
-            *events, answer.body = answer.body.split(b"\n\n")
-            for event in events:
+            for event in answer.taken_events():
                 self._take(answer.index, event)
-        if len(answer.body) > MAX_EVENT:
+        if answer.num_bytes > MAX_EVENT:
             self._fail(_bad_answer(f"an answer beyond {MAX_EVENT} bytes"))
 
     def ended(self, answer: ParsedAnswer) -> None:

@@ -159,20 +159,26 @@ def empty_returned(choice: dict[str, Any]) -> None:
 
 
 def join_returned(choice: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Add to a choice of a whole answer what a chunk's choice has of tokens."""
+    """Add to a choice of a whole answer, whose lists grow, what a chunk's choice has of tokens."""
     for name in (PROMPT_TOKEN_IDS, TOKEN_IDS):
         if name in delta:
-            choice[name] = choice.get(name, []) + delta[name]
+            choice.setdefault(name, []).extend(delta[name])
     if TRAIN_LOGPROBS in delta:
         so_far = choice.setdefault(TRAIN_LOGPROBS, {key: [] for key in TRAIN_KEYS})
         for key in TRAIN_KEYS:
-            so_far[key] = so_far[key] + delta[TRAIN_LOGPROBS][key]
+            so_far[key].extend(delta[TRAIN_LOGPROBS][key])
 
 
 def joined_nvext(so_far: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """``nvext`` of two chunks of a choice: the ids of both, of the rest the later."""
+    """``nvext`` of two chunks of a choice: the ids of both, of the rest the later.
+
+    Args:
+        so_far: The result for the chunks before, whose list grows; None for the first chunk.
+        more: ``nvext`` of the next chunk.
+    """
     earlier = so_far or {}
     joined = {**earlier, **more}
     if COMPLETION_TOKEN_IDS in joined:
-        joined[COMPLETION_TOKEN_IDS] = earlier.get(COMPLETION_TOKEN_IDS, []) + more.get(COMPLETION_TOKEN_IDS, [])
+        joined[COMPLETION_TOKEN_IDS] = earlier.get(COMPLETION_TOKEN_IDS, [])
+        joined[COMPLETION_TOKEN_IDS].extend(more.get(COMPLETION_TOKEN_IDS, ()))
     return joined

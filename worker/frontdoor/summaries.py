@@ -153,8 +153,8 @@ class _Asking:
 
     def data(self, answer: ParsedAnswer, data: bytes) -> None:
         """Bytes of its body."""
-        answer.body += data
-        if len(answer.body) > MAX_BYTES:
+        answer.take(data)
+        if answer.num_bytes > MAX_BYTES:
             self._end(False)
 
     def ended(self, answer: ParsedAnswer) -> None:

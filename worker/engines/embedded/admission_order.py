@@ -75,13 +75,19 @@ class Admission:
     def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
         """Make room, where slots or pages are missing, for one request of each client that has none
         running. The client that has most of them gives up its last one, and never its only one.
+
+        A client's next request is looked at; those behind it do not pass it.
         """
         copies: list[PageCopy] = []
         running = counts_of(self._queues.running)
         if max(running.values(), default=0) < 2:
             return copies
+        looked_at: set[str | None] = set()
         for request in order:
-            if running[request.client] or not self._may_begin(request, self._pending(self._queues.prefilling)):
+            if running[request.client] or request.client in looked_at:
+                continue
+            looked_at.add(request.client)
+            if not self._may_begin(request, self._pending(self._queues.prefilling)):
                 continue
             victims = self._victims(request)
             if not victims:
@@ -144,7 +150,5 @@ class Admission:
         """
         size, hashes = self._cache.block_size, request.block_hashes
         first = len(self._cache.match_prefix(request))
-        shared = 0
-        while first + shared < len(hashes) and hashes[first + shared] in pending:
-            shared += 1
-        return 2 * shared * size > len(request.tokens) - first * size
+        last = first + (len(request.tokens) - first * size) // (2 * size)  # of as few blocks as are more than half
+        return last < len(hashes) and hashes[first] in pending and hashes[last] in pending  # and with it those between

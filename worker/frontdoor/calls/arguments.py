@@ -77,7 +77,7 @@ def _follows(reader: TextReader, text: str, end: str) -> Reading[bool]:
 def _tagged_string(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
     """Text up to ``stop``, as a JSON string that is handed on as it comes."""
     emit('"')
-    while (at := reader.ahead.find(stop)) < 0:
+    while (at := reader.find(stop)) < 0:
         if reader.ended:
             raise Cut
         held = next(n for n in range(len(stop) - 1, -1, -1) if reader.ahead.endswith(stop[:n]))
@@ -102,7 +102,7 @@ def _json_of(text: str, kinds: Set[Kind]) -> str:
 
 def _until(reader: TextReader, stop: str) -> Reading[str]:
     """The text up to ``stop``, which is read too. Raises `Cut`."""
-    while (at := reader.ahead.find(stop)) < 0:
+    while (at := reader.find(stop)) < 0:
         if reader.ended:
             raise Cut
         yield

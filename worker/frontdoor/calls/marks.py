@@ -15,22 +15,20 @@ class Marks:
 
     Args:
         texts: The marks.
+
+    Attributes:
+        pattern: Matches any of them, the longest where several begin.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         marks = sorted(set(texts), key=len, reverse=True)
         self._longest = max(map(len, marks), default=0)
         self._begun = {mark[:length] for mark in marks for length in range(1, len(mark))}
-        self._pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-
-    def first_in(self, text: str) -> tuple[int, str] | None:
-        """The first mark in ``text`` and where it begins, None if there is none."""
-        found = self._pattern.search(text)
-        return None if found is None else (found.start(), found.group())
+        self.pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def at_start_of(self, text: str) -> str:
         """The mark with which ``text`` begins; empty if it begins with none."""
-        found = self._pattern.match(text)
+        found = self.pattern.match(text)
         return "" if found is None else found.group()
 
     def may_begin(self, text: str) -> bool:

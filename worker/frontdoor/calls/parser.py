@@ -115,7 +115,7 @@ class CallParser:
         """Free text and blocks of calls, to the end of the answer."""
         reader = self._reader
         while True:
-            found = self._marks.first_in(reader.ahead)
+            found = reader.search(self._marks.pattern)
             if found is not None:
                 start, mark = found
                 self._say(reader.take(start))

@@ -29,6 +29,7 @@ class TextReader:
 
     def __init__(self) -> None:
         self._text = ""
+        self._absent: dict[str, tuple[int, int]] = {}  # positions between which a text has been looked for in vain
         self.position = 0
         self.ended = False
 
@@ -40,6 +41,7 @@ class TextReader:
         """Keep no text before the position, once that is most of it; positions change."""
         if 2 * self.position >= len(self._text):
             self._text = self._text[self.position :]
+            self._absent.clear()
             self.position = 0
 
     @property
@@ -56,6 +58,27 @@ class TextReader:
         """The match of ``pattern`` here in the text that has come, which is read; may be empty."""
         found = pattern.match(self._text, self.position)
         return "" if found is None else self.take(found.end() - found.start())
+
+    def search(self, pattern: re.Pattern[str]) -> tuple[int, str] | None:
+        """Characters before the first match of ``pattern`` from here on, and the match, which stay
+        unread; None if there is none in the text that has come.
+        """
+        found = pattern.search(self._text, self.position)
+        return None if found is None else (found.start() - self.position, found.group())
+
+    def find(self, text: str) -> int:
+        """Characters before ``text`` from here on, -1 if it has not come. Nothing is looked at
+        twice for it, not even where several readings begin before it.
+        """
+        start, end = self._absent.get(text, (0, 0))
+        begin = end - len(text) + 1
+        if not start <= self.position <= begin:
+            start = begin = self.position
+        found = self._text.find(text, begin)
+        if found < 0:
+            self._absent[text] = start, len(self._text)
+            return -1
+        return found - self.position
 
     def peek(self) -> Reading[str]:
         """The next character, which stays unread. Raises `Cut`."""

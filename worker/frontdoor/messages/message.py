@@ -17,7 +17,7 @@ def whole_message(events: Iterable[Event]) -> Object:
     """The message of all events of an answer: streamed or not, an answer is the same."""
     message: Object = {}
     blocks: list[Object] = []
-    inputs: dict[int, str] = {}
+    texts: dict[tuple[int, str], list[str]] = {}  # parts by the block's index and the name
     for event in events:
         kind = event["type"]
         if kind == "message_start":
@@ -25,26 +25,22 @@ def whole_message(events: Iterable[Event]) -> Object:
         elif kind == "content_block_start":
             blocks.append(dict(event["content_block"]))
         elif kind == "content_block_delta":
-            _grow(blocks[event["index"]], event["delta"], inputs, event["index"])
+            for name, value in event["delta"].items():
+                if name != "type":
+                    texts.setdefault((event["index"], name), []).append(value)
         elif kind == "message_delta":
             message |= event["delta"]
             message["usage"] = event["usage"]
             if "nvext" in event:
                 message["nvext"] = event["nvext"]
-    for index, text in inputs.items():
-        blocks[index]["input"] = input_of(text)
+    for (index, name), parts in texts.items():
+        block = blocks[index]
+        if name == "partial_json":
+            block["input"] = input_of("".join(parts))
+        else:
+            block[name] = parts[-1] if name == "signature" else block[name] + "".join(parts)
     message["content"] = blocks
     return message
-
-
-def _grow(block: Object, delta: Object, inputs: dict[int, str], index: int) -> None:
-    for name, value in delta.items():
-        if name == "partial_json":
-            inputs[index] = inputs.get(index, "") + value
-        elif name == "signature":
-            block[name] = value
-        elif name != "type":
-            block[name] += value
 
 
 def input_of(text: str) -> Any:

@@ -74,18 +74,19 @@ class AnswerForm:
 
     def whole(self, chunks: Iterable[Chunk]) -> Document:
         """The whole answer that chunks, the last of which ends it, put together."""
-        texts: dict[Part, str] = {}
+        parts: dict[Part, list[str]] = {}
         lists: dict[str, list[Any]] = {}
         reason, usage, extension = None, None, Document()
         for chunk in chunks:
             for name, text in self._parts(chunk):
-                texts[name] = texts.get(name, "") + text
+                parts.setdefault(name, []).append(text)
             for key, values in (self._logprobs(chunk) or {}).items():
                 lists.setdefault(key, []).extend(values or ())
             reason = chunk.get("finish_reason", reason)
             usage = chunk.get("completion_usage", usage)
             _join(extension, self._extension(chunk).get("nvext", {}))
         made = self._same | {"object": self._object(), "usage": None if usage is None else self._usage_form(usage)}
+        texts = {name: "".join(each) for name, each in parts.items()}
         made["choices"] = [self._whole_choice(texts, lists, reason)]
         return made | ({"nvext": extension} if extension else {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ MAX_RESPONSES = 65536
 _OVERHEAD = 512
 """Bytes that a response or an item takes beside its JSON, about."""
 _REFERENCE = 8
+_SPARE_ENTRIES = 64
+"""Entries out of date that the heap of owners may have beside as many as there are owners."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -91,9 +94,11 @@ class _Owned:
         responses: Responses by id, the one that has not been used for longest first.
         items: Items by the id that clients may give to several, the most recent one last.
         num_bytes: Bytes of all of them, with their items once each.
+        number: Number of the owner, in the order in which they came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.items: dict[str, dict[StoredItem, None]] = {}
         self.num_bytes = 0
@@ -141,6 +146,10 @@ class ResponseStore:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._owners: dict[str, _Owned] = {}
+        self._num_owners = 0  # that ever came
+        # A heap of the owners by their bytes, the most first. One whose bytes have changed has
+        # another entry.
+        self._largest: list[tuple[int, int, str]] = []
         self.num_bytes = 0
         self._num_responses = 0
 
@@ -194,9 +203,19 @@ class ResponseStore:
 
     def _make_room(self, owner: str) -> None:
         """Drop a response other than the last one of ``owner``, which has just come."""
-        spare = (each for each, owned in self._owners.items() if each != owner or len(owned.responses) > 1)
-        largest = max(spare, key=lambda each: self._owners[each].num_bytes)
-        self.delete(largest, next(iter(self._owners[largest].responses)))
+        own: list[tuple[int, int, str]] = []
+        while True:
+            entry = heapq.heappop(self._largest)
+            largest = entry[-1]
+            owned = self._owners.get(largest)
+            if owned is None or entry != _entry(largest, owned):
+                continue
+            if largest != owner or len(owned.responses) > 1:
+                break
+            own = [entry]
+        for entry in own:
+            heapq.heappush(self._largest, entry)
+        self.delete(largest, next(iter(owned.responses)))
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Drop a response; whether there was one."""
@@ -206,13 +225,26 @@ class ResponseStore:
     @contextlib.contextmanager
     def _changed(self, owner: str) -> Iterator[_Owned]:
         """An owner's responses, which are counted again afterwards."""
-        owned = self._owners.setdefault(owner, _Owned())
+        owned = self._owners.get(owner)
+        if owned is None:
+            owned = self._owners[owner] = _Owned(self._num_owners)
+            self._num_owners += 1
         before = (owned.num_bytes, len(owned.responses))
         yield owned
         self.num_bytes += owned.num_bytes - before[0]
         self._num_responses += len(owned.responses) - before[1]
         if not owned.responses:
             del self._owners[owner]
+        elif owned.num_bytes != before[0]:
+            heapq.heappush(self._largest, _entry(owner, owned))
+        if len(self._largest) > 2 * len(self._owners) + _SPARE_ENTRIES:
+            self._largest = [_entry(name, each) for name, each in self._owners.items()]
+            heapq.heapify(self._largest)
+
+
+def _entry(owner: str, owned: _Owned) -> tuple[int, int, str]:
+    """The entry of an owner in the heap of them."""
+    return -owned.num_bytes, owned.number, owner
 
 
 def is_stored(fields: Mapping[str, Any], store: ResponseStore) -> bool:

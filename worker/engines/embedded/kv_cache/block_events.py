@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from worker.engines.embedded.blocks import ROOT, Block
 
@@ -43,26 +44,36 @@ class BlockEvents:
 
     def __init__(self, cached: Iterable[Block]) -> None:
         self._events: list[BlocksStored | BlocksRemoved] = []
+        self._stored: list[Block] = []  # consecutive blocks of the event that comes behind these
         for block in cached:
             self.add_stored(block)
 
     def drain(self) -> list[BlocksStored | BlocksRemoved]:
         """Events since the last call."""
+        self._end_stored()
         events, self._events = self._events, []
         return events
 
     def add_stored(self, block: Block) -> None:
         """Record a cached block; in the last event, if it follows that one's last block."""
-        parent = block.parent.hash if block.parent else ROOT
-        hashes: tuple[int, ...] = (block.hash,)
-        tokens, of = tuple(block.tokens), (block.lora_name, block.cache_salt)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent:
-            hashes, tokens = last.block_hashes + hashes, last.token_ids + tokens
-            self._events[-1] = BlocksStored(last.parent_hash, hashes, tokens, *of)
-        else:
-            self._events.append(BlocksStored(parent, hashes, tokens, *of))
+        if self._stored and self._stored[-1].hash != _parent_hash(block):
+            self._end_stored()
+        self._stored.append(block)
 
     def add_removed(self, hashes: Sequence[int]) -> None:
         """Record evicted blocks."""
+        self._end_stored()
         self._events.append(BlocksRemoved(tuple(hashes)))
+
+    def _end_stored(self) -> None:
+        if not self._stored:
+            return
+        blocks, self._stored = self._stored, []
+        hashes = tuple(block.hash for block in blocks)
+        tokens = tuple(chain.from_iterable(block.tokens for block in blocks))
+        last = blocks[-1]
+        self._events.append(BlocksStored(_parent_hash(blocks[0]), hashes, tokens, last.lora_name, last.cache_salt))
+
+
+def _parent_hash(block: Block) -> int:
+    return block.parent.hash if block.parent else ROOT

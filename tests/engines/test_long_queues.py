@@ -1,0 +1,56 @@
+"""What a step's admission looks at grows with neither a client's queue nor long prompts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_turns import BLOCK, Engine, request
+
+from worker.engines.embedded.admission_order import Admission
+from worker.engines.embedded.kv_cache.cache import KvCache
+
+MANY = 256
+
+
+def test_a_step_looks_at_one_request_of_a_starved_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waiting request that had no room was looked at in each step, for 60 µs."""
+    engine, num_looks, has_room = Engine(slots=32, pages=100, mixed=None), 0, KvCache.has_room
+    for number in range(3):
+        engine.scheduler.add(request(f"a{number}", "a", 10 * BLOCK, 100))
+    engine.scheduler.add(request("b", "b", 40 * BLOCK, 100))
+    engine.step()
+    for number in range(MANY):
+        engine.scheduler.add(request(f"c{number}", "c", 80 * BLOCK, 100))
+
+    def counted(cache: KvCache, *arguments: object) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return has_room(cache, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KvCache, "has_room", counted)
+    engine.step()
+    assert len(engine.running) == 4
+    assert num_looks < MANY // 4
+
+
+class Looked(set[int]):
+    """Hashes that count how often they are looked at."""
+
+    num_looks = 0
+
+    def __contains__(self, item: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(item)
+
+
+@given(prompt=st.integers(1, 200 * BLOCK), start=st.integers(0, 3), end=st.integers(0, 200))
+def test_more_than_half_of_a_prompt_is_waited_for(prompt: int, start: int, end: int) -> None:
+    """Two look-ups tell whether so many blocks are about to be cached, however many they are."""
+    queues = Engine(slots=1).scheduler.queues
+    one = request("a", None, prompt)
+    pending = Looked(one.hash_blocks(BLOCK)[start:end])
+    num_shared = len(pending) if start == 0 else 0
+    waits = Admission(queues, None)._awaits_prefix(one, pending)  # type: ignore[arg-type]
+    assert waits == (2 * num_shared * BLOCK > prompt)
+    assert pending.num_looks <= 2

@@ -1,0 +1,59 @@
+"""The reader of calls finds what comes, and looks at a text in proportion to its length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.calls import FORMATS
+from worker.frontdoor.calls import CallParser, Kinds, TextPiece
+from worker.frontdoor.calls.reader import TextReader
+
+TOOLS: dict[str, Kinds] = {"f": {"text": {"string"}}}
+MANY = 1000
+STEP = st.one_of(st.text("ab", max_size=6), st.integers(-4, 4), st.sampled_from([("ab",), ("aab",), ("b",), ()]))
+"""A text that comes, characters to go on or back, a text to look for, or none to forget."""
+
+
+@given(st.lists(STEP, max_size=30))
+def test_a_text_is_found_where_it_is_first(steps: list[Any]) -> None:
+    reader = TextReader()
+    for step in steps:
+        if isinstance(step, str):
+            reader.add(step)
+        elif isinstance(step, int):
+            reader.position = max(0, min(reader.position + step, reader.position + len(reader.ahead)))
+        elif step:
+            assert reader.find(step[0]) == reader.ahead.find(step[0])
+        else:
+            reader.forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "repeated"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"text": "', "<tool_call>"),
+        ("qwen3_coder", "", "<tool_call>\n<function=f>\n<parameter=text>\n"),
+        ("glm47", "", "<tool_call>f<arg_key>"),
+    ],
+)
+def test_calls_that_are_none_do_not_copy_the_rest(
+    name: str, first: str, repeated: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each beginning of a call at the end of a long answer copied all that was behind it."""
+    num_copied = 0
+
+    def counted(reader: TextReader) -> str:
+        nonlocal num_copied
+        found = reader._text[reader.position :]
+        num_copied += len(found)
+        return found
+
+    monkeypatch.setattr(TextReader, "ahead", property(counted))
+    parser, text = CallParser(FORMATS[name], TOOLS, enforced=False), "x" + first + repeated * MANY
+    pieces = parser.feed(text) + parser.end("stop")
+    assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
+    assert num_copied < 20 * len(text)
