@@ -116,9 +116,12 @@ class ToolCalls(GrammarProcessor):
         if args.choice == "required":
             return source.finished(made.calls())
         if args.answer is not None:
-            answer = source.content(args.answer, "the answer")
+            answer = _answer(args.answer, source)
             return source.finished(f"{made.calls()} | {made.text_before(answer)}")
         return source.finished(made.text_and_calls())
+
+
+_OF_ANSWER = "the answer"
 
 
 def _answer_source(
@@ -133,6 +136,15 @@ def _answer_source(
         ends = wanted.may_end and not vocabulary.eos_token_ids.isdisjoint(vocabulary.tag(wanted.call_suffix))
         return ChannelSource(wanted, source, texts, tools, parallel=args.parallel, ends_with_call=ends)
     return CallSource(wanted, source, texts, tools, parallel=args.parallel)
+
+
+def _answer(wanted: JsonContent | RegexContent, source: StructuralSource) -> str:
+    """Lark expression of an answer without calls; an error names its argument."""
+    try:
+        return source.content(wanted, _OF_ANSWER)
+    except ArgumentError as error:
+        argument = "answer.json_schema" if isinstance(wanted, JsonContent) else "answer.pattern"
+        raise ArgumentError(argument, error.problem.removeprefix(f"{_OF_ANSWER}: ")) from error
 
 
 def _arguments_of(place: int, tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:

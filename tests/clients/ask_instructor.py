@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import instructor
 import openai
-from checks import run
+from checks import beginning, run, written_call
 from pydantic import BaseModel, Field
 
 ADA: Any = [{"role": "user", "content": "Ada is 36 years old, and her favourite colour is blue. Extract the person."}]
@@ -78,10 +78,17 @@ def check_structured_partial(url: str, model: str) -> None:
 
 def check_parallel(url: str, model: str) -> None:
     client = connected(url, instructor.Mode.TOOLS)
+    people = '{"tasks":[{"name":"Ada","age":36,"colour":"blue"},{"name":"Bob","age":40,"colour":"red"}]}'
     found: Iterable[Person] = client.chat.completions.create(
-        model=model, messages=BOTH, response_model=Iterable[Person], temperature=0, max_tokens=300, max_retries=0
+        model=model,
+        messages=BOTH,
+        response_model=Iterable[Person],
+        temperature=0,
+        max_tokens=300,
+        max_retries=0,
+        extra_body=beginning(written_call("IterablePerson", people)),
     )
-    assert all(isinstance(each, Person) for each in found)
+    assert [each.name for each in found] == ["Ada", "Bob"]
 
 
 if __name__ == "__main__":

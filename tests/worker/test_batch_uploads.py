@@ -76,6 +76,9 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
         ("a;b.jsonl", "a;b.jsonl"),
         ("anführung.jsonl", "anführung.jsonl"),
         ('a\\"b', 'a"b'),
+        ("Screenshot at 5.30\u202fPM.jsonl", "Screenshot at 5.30\u202fPM.jsonl"),  # as macOS names them
+        ("\u8a18\u9332\u3000\u4e00.jsonl", "\u8a18\u9332\u3000\u4e00.jsonl"),
+        ("\U0001f469\u200d\U0001f467.jsonl", "\U0001f469\u200d\U0001f467.jsonl"),
     ],
 )
 def test_a_filename_is_a_text(filename: str, expected: str) -> None:
@@ -102,6 +105,8 @@ def test_a_filename_is_a_text(filename: str, expected: str) -> None:
         (form(FILE, filename=""), "file.filename: must be"),
         (form(FILE, filename="x" * 300), "file.filename: must be"),
         (form(FILE, filename="a\x00b"), "a control character"),
+        (form(FILE, filename="a\u0085b"), "a control character"),
+        (form(FILE, filename="a\u2028b"), "a control character"),
         (form(FILE, filename="x" * 20_000), "bytes of them"),
         (form(*[("purpose", b"x")] * 20), "occurs twice"),
         (b"--xyz\r\n\r\nx\r\n--xyz--", "content-disposition"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,8 @@ from worker.frontdoor.completions.prompt_answer import PromptAnswer
 from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.openengine.answer import AnswerForm
+from worker.frontdoor.openengine.body import AskedAnswer
 from worker.frontdoor.translated import is_translated
 from worker.requests.prompt_scores import LEAST_LOGPROB, end_json, scores_json, token_text
 
@@ -135,6 +138,36 @@ def test_parts_of_characters_have_the_text_that_they_have_alone() -> None:
     assert found["tokens"] == ["\ufffd", "a"]
     assert found["top_logprobs"] == [{"\ufffd": -1.0}, {"a": -2.0, "b": -2.5}]
     assert found["text_offset"] == [3, 4]
+
+
+@settings(max_examples=examples(300))
+@given(cut(), st.integers(0, 9), st.data())
+def test_offsets_of_an_answer_are_those_of_characters(
+    found: tuple[str, list[bytes]], start: int, data: st.DataObject
+) -> None:
+    """Whatever part of a character is among the alternatives, where it has a text of its own."""
+    text, tokens = found
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    said = [decoder.decode(token) for token in tokens]
+    tops = [[{"token": token.decode(errors="replace"), "logprob": -1.0}] for token in tokens]
+    shown = [data.draw(st.sampled_from([top, []])) for top in tops]
+    chunk = {"tokens": said, "token_logprobs": [-1.0] * len(said), "top_logprobs": shown}
+    assert of_answer(chunk, start)["text_offset"] == text_offsets(tokens, start, start + len(text))
+
+
+@settings(max_examples=examples(100))
+@given(cut())
+def test_offsets_of_openengine_are_those_of_characters(found: tuple[str, list[bytes]]) -> None:
+    text, tokens = found
+    form = AnswerForm(AskedAnswer({}, is_chat=False, model="m"), "1", 0, lambda token: tokens[token])
+    length, offsets = 0, []
+    for token in range(len(tokens)):
+        chunk = {"text": "", "token_ids": [token], "log_probs": [-1.0], "top_logprobs": [[]]}
+        (event,) = form.events(chunk)
+        logprobs = event["choices"][0]["logprobs"]
+        offsets += of_answer(logprobs, length)["text_offset"]
+        length += sum(map(len, logprobs["tokens"]))
+    assert offsets == text_offsets(tokens, 0, len(text))
 
 
 ASKED = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2}

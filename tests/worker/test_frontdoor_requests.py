@@ -768,3 +768,17 @@ def test_a_refused_annotation_is_the_field_that_it_was_made_of(path: str) -> Non
 )
 def test_the_chain_that_an_engine_refuses_is_the_selection(fields: dict[str, Any], name: str) -> None:
     assert names_of(CHAT, {**BASE[CHAT], **fields}, {})("sampling_params.logits_processor") == name
+
+
+@pytest.mark.parametrize("other", [{"tools": [TOOL]}, {"logit_bias": {"5": 1}}, {"min_p": 0.5}])
+def test_an_unknown_key_of_a_selection_is_not_another_fields(other: dict[str, Any]) -> None:
+    refused = refusal(calls=HERMES, logits_processors={"processors": [], "chain": []}, **other)
+    assert refused.message.startswith('logits_processors: unknown field "chain"; known are version')
+
+
+def test_a_schema_beside_tools_is_named_by_its_field() -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "response_format": SCHEMA}
+    assert sent(calls=HERMES, **fields)
+    named = names_of(CHAT, {**BASE[CHAT], **fields}, {}, HERMES)
+    found = named("logits_processors.processors[0].args.answer.json_schema")
+    assert found == "response_format.json_schema.schema"

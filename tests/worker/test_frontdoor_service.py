@@ -100,6 +100,13 @@ async def test_a_bad_request_for_tokens_is_named(fields: dict[str, Any], status:
     assert (found, (error["param"] or "").startswith(param or "")) == (status, True)
 
 
+async def test_a_prompt_beside_messages_is_refused_as_in_a_chat() -> None:
+    async with house(Scripted()) as at:
+        asked = ask("/tokenize", model="m", prompt="a", messages=[{"role": "user", "content": "a"}])
+        status, error = error_of(await at.ask(asked))
+    assert (status, error["message"]) == (400, "prompt: cannot be given beside messages; give one of them")
+
+
 async def test_text_of_tokens(model: Path) -> None:
     frontend = Scripted()
     async with house(frontend, model_path=str(model)) as frontend.at:

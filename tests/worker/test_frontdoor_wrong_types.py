@@ -52,6 +52,12 @@ def function(**fields: Any) -> dict[str, Any]:
         (chat(nvext={"use_raw_prompt": 0}), "nvext.use_raw_prompt"),
         (chat(response_format={"type": "json_schema", "json_schema": 5}), "response_format.json_schema.schema"),
         (chat(response_format="json"), "response_format"),
+        (chat(prediction={}), "prediction.type"),
+        (chat(prediction={"type": ["content"], "content": "a"}), "prediction.type"),
+        (chat(prediction={"type": "content"}), "prediction.content"),
+        (chat(prediction={"type": "content", "content": [{"type": "text"}]}), "prediction.content[0].text"),
+        (chat(prediction={"type": "content", "content": ["a"]}), "prediction.content[0]"),
+        (chat(prediction={"type": "content", "content": "a", "text": "a"}), "prediction.text"),
         (
             chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
             "response_format.json_schema.name",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adapters.catalog import METADATA_KEY
+from adapters.catalog import MAX_BYTES, METADATA_KEY
 from worker.frontdoor.field_checks import GUIDES, Body
 from worker.frontdoor.field_processors import FieldProcessor
 from worker.frontdoor.fields import CHAT, TABLES
@@ -56,9 +56,9 @@ def selection_names(listed: Sequence[Any], made: Sequence[FieldProcessor], chose
         entry = _ENTRY.fullmatch(path)
         if entry and len(listed) <= int(entry[1]) < len(listed) + len(made):
             return made[int(entry[1]) - len(listed)].client_path(entry[2])
-        if not path and made:  # all of it is at fault: it is too large
+        if not path and made:  # all of it is at fault: it is too large, or has an unknown key
             largest = max(made, key=lambda each: len(json.dumps(each.entry)))
-            if len(json.dumps(largest.entry)) > len(json.dumps(listed)):
+            if len(json.dumps(largest.entry)) > len(json.dumps(listed)) and _num_bytes(listed, made) > MAX_BYTES // 2:
                 return largest.client_path("")
         if path == "processors" and not listed and len(made) == 1:
             return made[0].client_path("")
@@ -69,6 +69,10 @@ def selection_names(listed: Sequence[Any], made: Sequence[FieldProcessor], chose
         return f"{SELECTION_FIELD}.{path}" if path else SELECTION_FIELD
 
     return name
+
+
+def _num_bytes(listed: Sequence[Any], made: Sequence[FieldProcessor]) -> int:
+    return len(json.dumps(listed)) + sum(len(json.dumps(each.entry)) for each in made)
 
 
 def worker_names(endpoint: str, fields: Body, of_selection: Naming) -> Naming:

@@ -42,11 +42,11 @@ class Refused(Exception):
         """The same error about the field ``param``, which the message names in place of its own."""
         message, old = self.message, self.param
         if param is not None and param != old:
+            if old is not None:
+                message = message.replace(f"`{old}`", f"`{param}`", 1)
             if old is not None and message.startswith(f"{old}: "):
                 message = param + message.removeprefix(old)
-            elif old is not None and f"`{old}`" in message:
-                message = message.replace(f"`{old}`", f"`{param}`", 1)
-            elif not message.startswith(f"{param}: "):
+            elif message == self.message and not message.startswith(f"{param}: "):
                 message = f"{param}: {message}"
         return Refused(self.status, message, param, kind=self.kind, code=self.code, headers=self.headers)
 

@@ -216,6 +216,23 @@ def response_format(value: Any, body: Body) -> None:
         raise FieldRefused("response_format", "cannot be given beside a tool_choice that forces a call")
 
 
+def prediction(value: Any, body: Body) -> None:
+    if not isinstance(value, dict):
+        raise FieldRefused("prediction", f"must be an object, got {shown(value)}")
+    _known_keys("prediction", value, ("type", "content"))
+    if value.get("type") != "content":
+        raise FieldRefused("prediction.type", f"must be content, got {shown(value.get('type'))}")
+    content = value.get("content")
+    if not isinstance(content, str | list):
+        raise FieldRefused("prediction.content", f"must be a text or a list of parts, got {shown(content)}")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise FieldRefused(f"prediction.content[{i}]", f"must be of type text, got {shown(kind)}")
+        if not isinstance(part.get("text"), str):
+            raise FieldRefused(f"prediction.content[{i}].text", f"must be a text, got {shown(part.get('text'))}")
+
+
 def stream_options(value: Any, body: Body) -> None:
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     _must_be("stream_options", value, dict, "an object")

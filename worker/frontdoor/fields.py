@@ -240,7 +240,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "no effect",
         "A hint for speed: it changes no token.",
-        field_types.an_object("prediction"),
+        field_checks.prediction,
     ),
     # What Dynamo adds.
     _row(

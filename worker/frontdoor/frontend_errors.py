@@ -28,6 +28,9 @@ _VALUE = re.compile(
 _CONTAINERS = {"include_usage": "stream_options.include_usage"}
 """Fields that are required in an object, by name."""
 
+_QUOTED = re.compile(r"`[^`]*`|\"(?:[^\"\\]|\\.)*\"")
+"""A text that an error shows."""
+
 _MOST_VALUES = 100_000
 """Values of a body among which the one that an error shows is looked for."""
 
@@ -50,13 +53,19 @@ def error_of(status: int, body: bytes) -> Refused:
         return Refused(status if status >= 400 else 502, body.decode(errors="replace")[:1000] or "no answer")
     status = code if isinstance(code, int) and 400 <= code < 600 else max(status, 400)
     message = str(message)
-    param = _field_of(message) if param is None else param
+    if param is None and (param := _field_of(message)) is not None and message.startswith(_VALIDATION):
+        message = f"{param}: {message.removeprefix(_VALIDATION).removeprefix(f'`{param}` ')}"
     default = "invalid_request_error" if status < 500 else "server_error"
     kind = kind if isinstance(kind, str) and "_" in kind else default
     code = code if isinstance(code, str) else None
     if status == 404 and message == "Model not found":
         message, param, code = MODEL_NOT_FOUND, "model", "model_not_found"
     return Refused(status, message, param, kind=kind, code=code)
+
+
+def shortened(message: str) -> str:
+    """An error's message with at most 60 characters of each text that it shows."""
+    return _QUOTED.sub(lambda found: found[0] if len(found[0]) <= 62 else f"{found[0][:58]}...{found[0][-1]}", message)
 
 
 def field_in(message: str, path: str, fields: Body) -> str | None:
@@ -154,6 +163,8 @@ def _is_shown(value: Any, shown: re.Match[str]) -> bool:
     if shown["scalar"]:
         if isinstance(value, bool) or not isinstance(value, int | float) or _is_beyond_float(value):
             return json.dumps(value) == shown["scalar"] if isinstance(value, bool) else False
+        if shown["scalar"] == "-0.0" and value == 0:  # an integer here, where it has no sign
+            return True
         return json.dumps(value) == shown["scalar"] or repr(float(value)) == shown["scalar"]
     text = shown["variant"]
     if text is None:

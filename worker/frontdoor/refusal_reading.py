@@ -13,7 +13,7 @@ from worker.frontdoor.asking import Caller, ask
 from worker.frontdoor.errors import INVALID, FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler, server_sent
 from worker.frontdoor.fields import COMPLETIONS
-from worker.frontdoor.frontend_errors import field_in
+from worker.frontdoor.frontend_errors import field_in, shortened
 from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.requests.refusals import ONLY_CHECKED, REFUSAL, WANTS_REFUSAL
 from worker.runtimes.direct.pictures import PART, is_picture, picture_places
@@ -68,7 +68,9 @@ async def explained(caller: Caller, fields: dict[str, Any], path: str, refused: 
     if refused.status >= 500:
         return refused
     if refused.param is None:
-        return refused.renamed(field_in(refused.message, path, fields))
+        field = field_in(refused.message, path, fields)
+        refused.message = shortened(refused.message)
+        return refused.renamed(field)
     return refused.renamed(caller.door.names_of(path, fields, caller.request.head)(refused.param))
 
 

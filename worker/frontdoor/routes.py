@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from adapters.catalog import Catalog
 from worker import __version__
-from worker.frontdoor.elsewhere import instead_of
+from worker.frontdoor.elsewhere import ELSEWHERE, instead_of
 from worker.frontdoor.error_forms import ErrorForm
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES, ClientField
@@ -185,7 +185,7 @@ class Routes:
     def at(self, path: str) -> Route | None:
         """The route of a path, None if it is not served."""
         found = self._exact.get(path)
-        if found is None:
+        if found is None and path not in ELSEWHERE:
             matches = (each for each in self._patterns if each.pattern is not None and each.pattern.fullmatch(path))
             found = next(matches, None)
         return found

@@ -50,6 +50,8 @@ async def tokenize(exchange: Exchange) -> None:
     """
     fields = exchange.fields()
     is_chat = "messages" in fields
+    if is_chat and "prompt" in fields:
+        raise FieldRefused("prompt", "cannot be given beside messages; give one of them")
     _check_names(fields, _OF_CHATS if is_chat else _OF_PROMPTS, "/tokenize")
     with_texts = _flag(fields, "return_token_strs", default=False)
     if not _flag(fields, "add_special_tokens", default=True):

@@ -154,8 +154,10 @@ def _client_path(path: str) -> str:
     found = re.match(r"\.args\.tools\[(\d+)\](.*)", path)
     if found:
         return f"tools[{found[1]}].function{found[2]}"
+    if path.startswith(".args.answer.json_schema"):
+        return "response_format.json_schema.schema" + path.removeprefix(".args.answer.json_schema")
     if path.startswith(".args.answer"):
-        return "response_format" + path.removeprefix(".args.answer.json_schema").removeprefix(".args.answer")
+        return "response_format"
     return "tools"
 
 

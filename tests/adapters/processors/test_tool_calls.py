@@ -265,6 +265,11 @@ def test_a_schema_that_a_notation_cannot_hold_is_named(name: str, schema: dict[s
     assert problem in refused.value.problem
 
 
+def test_a_schema_of_the_answer_is_named_by_its_argument() -> None:
+    with pytest.raises(ArgumentError, match=r"^answer\.json_schema: #/type: expected the names of types"):
+        calls("hermes", answer={"type": "json_schema", "json_schema": {"type": "objekt"}})
+
+
 MIXED = {
     "type": "object",
     "properties": {

@@ -7,6 +7,7 @@ before the first part. The standard library reads the headers; parts are found b
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from email.message import Message
@@ -174,7 +175,7 @@ def _headers(head: bytes) -> Message:
         text = head.decode()
     except UnicodeDecodeError:
         raise Refused(400, _MALFORMED + "a header that is not UTF-8") from None
-    if any(not (each.isprintable() or each == "\t") for line in text.split("\r\n") for each in line):
+    if any(_is_control(each) and each != "\t" for line in text.split("\r\n") for each in line):
         raise Refused(400, _MALFORMED + "a control character in a header")
     found = HeaderParser().parsestr(text + "\r\n\r\n")
     names = [name.lower() for name in found]
@@ -183,10 +184,17 @@ def _headers(head: bytes) -> Message:
     return found
 
 
+def _is_control(character: str) -> bool:
+    """Whether a character is one of control, ends a line, or is half of a surrogate pair. Spaces of
+    every width and joiners, which names of files have, are none of them.
+    """
+    return unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
+
+
 def _checked_filename(field: str, filename: str) -> str:
     """A filename, which is a text to show. Raises `FieldRefused`."""
-    if not 1 <= len(filename) <= MAX_FILENAME or not filename.isprintable():
-        raise FieldRefused(f"{field}.filename", f"must be 1 to {MAX_FILENAME} printable characters")
+    if not 1 <= len(filename) <= MAX_FILENAME or any(map(_is_control, filename)):
+        raise FieldRefused(f"{field}.filename", f"must be 1 to {MAX_FILENAME} characters, none of control")
     return filename
 
 

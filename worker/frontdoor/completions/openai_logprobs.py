@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 Alternatives = Iterable[tuple[str, float]]
@@ -65,25 +64,39 @@ def of_answer(found: Mapping[str, Any], start: int) -> dict[str, list[Any]]:
 
     Args:
         found: ``logprobs`` of the chunk's choice.
-        start: Offset of its first token. How tokens come together in chunks depends on the moment,
-            so that an offset is the length of the tokens before it, not of the chunks' texts.
+        start: Offset of its first token.
+
+    How tokens come together in chunks depends on the moment, so that an offset is the length of the
+    texts that the frontend gives to the tokens before it, not of the chunks' texts. A token that is
+    part of a character has no text there until the last part, and begins where the character does.
     """
     said = [str(token) for token in found.get("tokens") or ()]
     rounded = found.get("token_logprobs") or [None] * len(said)
     tops = found.get("top_logprobs") or [[]] * len(said)
-    tokens, logprobs, alternatives = [], [], []
+    tokens, logprobs, alternatives, offsets = [], [], [], []
     for name, value, top in zip(said, rounded, tops, strict=True):
         others = _alternatives(top or ())
         token, logprob = _exact(name, value, others)
         tokens.append(token)
         logprobs.append(logprob)
         alternatives.append(by_text(token, logprob, others))
+        offsets.append(start + _length_withheld(name, token))
+        start += len(name)
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": alternatives,
-        "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
+        "text_offset": offsets,
     }
+
+
+def _length_withheld(name: str, token: str) -> int:
+    """Characters of the text that the frontend gives to a token that are of the tokens before it:
+    parts of characters that nothing completed.
+    """
+    if "\ufffd" in token or not name.endswith(token):
+        return 0
+    return len(name) - len(token)
 
 
 def _alternatives(top: Any) -> list[tuple[str, float]]:

@@ -25,7 +25,7 @@ class _Choice:
         scores: Log probabilities of its prompt, None until they have come.
         waiting: Chunks of it until then.
         end: The end token that is not shown, once it has come.
-        length: Characters of its prompt, if that is shown, and of its tokens so far.
+        length: Characters of its prompt, if that is shown, and of what its tokens add to it so far.
         has_begun: Whether its first chunk has been made.
     """
 
@@ -104,9 +104,8 @@ class PromptAnswer:
             state.has_begun = True
             self._begin(choice, logprobs, state)
         if found:
-            own = of_answer(found, state.length)
-            extend(logprobs, own)
-            state.length += sum(map(len, own["tokens"]))
+            extend(logprobs, of_answer(found, state.length))
+            state.length += sum(map(len, found.get("tokens") or ()))
         choice["text"] += text
         if asked.logprobs is not None and choice.get("finish_reason") and state.end is not None:
             extend(logprobs, state.end.in_openai_form(asked.logprobs, state.length))

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class AnswerForm:
         self._reasoning = reasoning
         self._has_begun = False
         self._length = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._usage: Document | None = None
         name = "chatcmpl" if asked.is_chat else "cmpl"
         self._same: Document = {"id": f"{name}-{request_id}", "created": created, "model": asked.model}
@@ -152,12 +154,15 @@ class AnswerForm:
             ids = [{"token_id": token_id} for token_id in chunk["token_ids"]]
             content = [{**e, **i, "top_logprobs": top} for e, i, top in zip(entries, ids, tops, strict=True)]
             return {"content": content, "refusal": None}
+        names = [entry["token"] for entry in entries]
+        if not self._asked.names_ids:  # what each adds to the text: nothing before a character's last part
+            names = [self._decoder.decode(bytes(entry["bytes"])) for entry in entries]
         offsets = []
-        for entry in entries:
+        for name in names:
             offsets.append(self._length)
-            self._length += len(entry["token"])
+            self._length += len(name)
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": names,
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
