@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.frontdoor.completions.asked import MAX_PROMPTS, Asked
-from worker.frontdoor.completions.openai_logprobs import by_text, of_answer, text_offsets
+from worker.frontdoor.completions.openai_logprobs import Offsets, by_text, of_answer, text_offsets
 from worker.frontdoor.completions.prompt_answer import PromptAnswer
 from worker.frontdoor.completions.prompt_scores import WorkerData
 from worker.frontdoor.errors import FieldRefused, Refused
@@ -126,7 +126,7 @@ def test_the_data_of_others_stays() -> None:
 def test_the_frontends_rounding_is_undone() -> None:
     """Harnesses compare the token's value with the highest of its alternatives."""
     top = [{"token": "a", "logprob": -2.4339818954467773}, {"token": "b", "logprob": -3.0}]
-    found = of_answer({"tokens": ["a"], "token_logprobs": [-2.433982], "top_logprobs": [top]}, 4)
+    found = of_answer({"tokens": ["a"], "token_logprobs": [-2.433982], "top_logprobs": [top]}, Offsets(4))
     assert found["token_logprobs"] == [max(found["top_logprobs"][0].values())]
     assert found["text_offset"] == [4]
 
@@ -134,7 +134,7 @@ def test_the_frontends_rounding_is_undone() -> None:
 def test_parts_of_characters_have_the_text_that_they_have_alone() -> None:
     """The frontend withholds them, and gives them to the token that follows."""
     tops = [[{"token": "\ufffd", "logprob": -1.0}], [{"token": "a", "logprob": -2.0}, {"token": "b", "logprob": -2.5}]]
-    found = of_answer({"tokens": ["", "\ufffda"], "token_logprobs": [-1.0, -2.0], "top_logprobs": tops}, 3)
+    found = of_answer({"tokens": ["", "\ufffda"], "token_logprobs": [-1.0, -2.0], "top_logprobs": tops}, Offsets(3))
     assert found["tokens"] == ["\ufffd", "a"]
     assert found["top_logprobs"] == [{"\ufffd": -1.0}, {"a": -2.0, "b": -2.5}]
     assert found["text_offset"] == [3, 4]
@@ -152,7 +152,16 @@ def test_offsets_of_an_answer_are_those_of_characters(
     tops = [[{"token": token.decode(errors="replace"), "logprob": -1.0}] for token in tokens]
     shown = [data.draw(st.sampled_from([top, []])) for top in tops]
     chunk = {"tokens": said, "token_logprobs": [-1.0] * len(said), "top_logprobs": shown}
-    assert of_answer(chunk, start)["text_offset"] == text_offsets(tokens, start, start + len(text))
+    assert of_answer(chunk, Offsets(start))["text_offset"] == text_offsets(tokens, start, start + len(text))
+
+
+def test_offsets_behind_parts_of_no_character() -> None:
+    """A frontend holds back what ends within a character; what begins one completes nothing."""
+    tokens = ["\ufffd", "ки\ufffd", "и\ufffd", "pro", '{"', "a\ufffd", "\ufffd", "b"]
+    names = ["", "", "", "\ufffdки\ufffdи\ufffdpro", '{"', "", "aé", "b"]
+    tops = [[{"token": token, "logprob": -1.0}] for token in tokens]
+    chunk = {"tokens": names, "token_logprobs": [-1.0] * len(names), "top_logprobs": tops}
+    assert of_answer(chunk, Offsets(2))["text_offset"] == [2, 3, 6, 8, 11, 13, 14, 15]
 
 
 @settings(max_examples=examples(100))
@@ -160,14 +169,13 @@ def test_offsets_of_an_answer_are_those_of_characters(
 def test_offsets_of_openengine_are_those_of_characters(found: tuple[str, list[bytes]]) -> None:
     text, tokens = found
     form = AnswerForm(AskedAnswer({}, is_chat=False, model="m"), "1", 0, lambda token: tokens[token])
-    length, offsets = 0, []
+    offsets, found_offsets = Offsets(), []
     for token in range(len(tokens)):
         chunk = {"text": "", "token_ids": [token], "log_probs": [-1.0], "top_logprobs": [[]]}
         (event,) = form.events(chunk)
         logprobs = event["choices"][0]["logprobs"]
-        offsets += of_answer(logprobs, length)["text_offset"]
-        length += sum(map(len, logprobs["tokens"]))
-    assert offsets == text_offsets(tokens, 0, len(text))
+        found_offsets += of_answer(logprobs, offsets)["text_offset"]
+    assert found_offsets == text_offsets(tokens, 0, len(text))
 
 
 ASKED = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2}

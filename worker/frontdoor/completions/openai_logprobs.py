@@ -59,44 +59,73 @@ def text_offsets(tokens: Iterable[bytes], start: int, end: int, lead: int = 0) -
     return offsets
 
 
-def of_answer(found: Mapping[str, Any], start: int) -> dict[str, list[Any]]:
+class Offsets:
+    """Tells where in the text of a choice its tokens begin, one after the other.
+
+    How tokens come together in chunks depends on the moment, so that an offset is the length of the
+    texts that the frontend gives to the tokens before it, not of the chunks' texts. A token that
+    ends within a character has no text there until the last part, and a part of a character begins
+    where the character does, as long as it may be one.
+
+    Args:
+        start: Offset of the first token.
+
+    Attributes:
+        length: Characters before the next token, but for those that are held back.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.length = start
+        self._num_held = 0  # characters that are held back
+        self._num_parts = 0  # those behind them that may still be parts of one
+
+    def of(self, name: str, token: str) -> int:
+        """The offset of the next token.
+
+        Args:
+            name: Text that the frontend gives to it, empty if that is held back.
+            token: Text of the token alone, in which parts of characters are U+FFFD; or `name`.
+        """
+        if not token.startswith("\ufffd") and token:  # what was before it was no part of a character
+            self._num_held, self._num_parts = self._num_held + self._num_parts, 0
+        before = self._num_held
+        if name:
+            if "\ufffd" not in token and name.endswith(token):
+                before = len(name) - len(token)
+            offset = self.length + min(before, len(name))
+            self.length += len(name)
+            self._num_held = self._num_parts = 0
+            return offset
+        whole = token.rstrip("\ufffd")
+        self._num_held += len(whole)
+        self._num_parts += len(token) - len(whole)
+        return self.length + before
+
+
+def of_answer(found: Mapping[str, Any], offsets: Offsets) -> dict[str, list[Any]]:
     """Log probabilities of a frontend's chunk, whose alternatives are a list per token, or a map.
 
     Args:
         found: ``logprobs`` of the chunk's choice.
-        start: Offset of its first token.
-
-    How tokens come together in chunks depends on the moment, so that an offset is the length of the
-    texts that the frontend gives to the tokens before it, not of the chunks' texts. A token that is
-    part of a character has no text there until the last part, and begins where the character does.
+        offsets: Offsets of the choice's tokens, of which the chunk has the next.
     """
     said = [str(token) for token in found.get("tokens") or ()]
     rounded = found.get("token_logprobs") or [None] * len(said)
     tops = found.get("top_logprobs") or [[]] * len(said)
-    tokens, logprobs, alternatives, offsets = [], [], [], []
+    tokens, logprobs, alternatives, begins = [], [], [], []
     for name, value, top in zip(said, rounded, tops, strict=True):
         others = _alternatives(top or ())
         token, logprob = _exact(name, value, others)
         tokens.append(token)
         logprobs.append(logprob)
         alternatives.append(by_text(token, logprob, others))
-        offsets.append(start + _length_withheld(name, token))
-        start += len(name)
+        begins.append(offsets.of(name, token))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": alternatives,
-        "text_offset": offsets,
+        "text_offset": begins,
     }
-
-
-def _length_withheld(name: str, token: str) -> int:
-    """Characters of the text that the frontend gives to a token that are of the tokens before it:
-    parts of characters that nothing completed.
-    """
-    if "\ufffd" in token or not name.endswith(token):
-        return 0
-    return len(name) - len(token)
 
 
 def _alternatives(top: Any) -> list[tuple[str, float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.frontdoor.completions.asked import Asked
-from worker.frontdoor.completions.openai_logprobs import empty_logprobs, extend, of_answer
+from worker.frontdoor.completions.openai_logprobs import Offsets, empty_logprobs, extend, of_answer
 from worker.frontdoor.completions.prompt_scores import EndToken, PromptScores, WorkerData
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData, empty_returned
@@ -25,14 +25,14 @@ class _Choice:
         scores: Log probabilities of its prompt, None until they have come.
         waiting: Chunks of it until then.
         end: The end token that is not shown, once it has come.
-        length: Characters of its prompt, if that is shown, and of what its tokens add to it so far.
+        offsets: Offsets of its tokens, behind the prompt if that is shown.
         has_begun: Whether its first chunk has been made.
     """
 
     scores: PromptScores | None = None
     waiting: list[Chunk] = field(default_factory=list)
     end: EndToken | None = None
-    length: int = 0
+    offsets: Offsets = field(default_factory=Offsets)
     has_begun: bool = False
 
 
@@ -104,11 +104,10 @@ class PromptAnswer:
             state.has_begun = True
             self._begin(choice, logprobs, state)
         if found:
-            extend(logprobs, of_answer(found, state.length))
-            state.length += sum(map(len, found.get("tokens") or ()))
+            extend(logprobs, of_answer(found, state.offsets))
         choice["text"] += text
         if asked.logprobs is not None and choice.get("finish_reason") and state.end is not None:
-            extend(logprobs, state.end.in_openai_form(asked.logprobs, state.length))
+            extend(logprobs, state.end.in_openai_form(asked.logprobs, state.offsets.length))
         choice["logprobs"] = None if asked.logprobs is None else logprobs
 
     def _begin(self, choice: dict[str, Any], logprobs: dict[str, list[Any]], state: _Choice) -> None:
@@ -122,7 +121,7 @@ class PromptAnswer:
             choice["text"] = self._prompt
         elif scores is not None:  # else it was aborted before the ids were scored for their text
             choice["text"] = scores.text()
-        state.length = len(choice["text"])
+        state.offsets.length = len(choice["text"])
         if asked.logprobs is not None and scores is not None:
             extend(logprobs, scores.in_openai_form(asked.logprobs, choice["text"]))
 
