@@ -80,14 +80,19 @@ def test_what_an_installation_started_ends_with_it(checkout: Path, ending: signa
     fake.chmod(0o755)
     (checkout / "bin/sleep").symlink_to(shutil.which("sleep") or "")
     variables = {"PATH": str(checkout / "bin"), "HOME": str(checkout)}
-    with subprocess.Popen([str(checkout / "scripts/install")], env=variables, stdout=subprocess.DEVNULL) as script:
+
+    def hear_interrupts() -> None:
+        """What runs aside ignores them, and a shell that did cannot undo that."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command = [str(checkout / "scripts/install")]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, preexec_fn=hear_interrupts) as script:
         try:
             noted = checkout / "compiler"
             while not (noted.is_file() and noted.read_text()):
                 assert script.poll() is None
                 time.sleep(0.01)
             compiler = psutil.Process(int(noted.read_text()))
-            time.sleep(0.5)  # a shell that begins to wait at this moment would miss the signal
             script.send_signal(ending)
             assert script.wait(20) == status
         finally:
