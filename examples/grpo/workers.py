@@ -103,8 +103,14 @@ class Workers:
 
 
 def _versions(nvext: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The versions of each choice's tokens."""
-    data = [one["engine_data"]["weight_versions"] for one in nvext.get("choices", [nvext])]
+    """The versions of each choice's tokens.
+
+    Raises:
+        WorkerError: a choice has none, since somebody aborted it.
+    """
+    data = [((one or {}).get("engine_data") or {}).get("weight_versions") for one in nvext.get("choices", [nvext])]
+    if None in data:
+        raise WorkerError(f"choice {data.index(None)} was aborted")
     return [tuple(part["version"] for part in parts) for parts in data]
 
 

@@ -380,6 +380,20 @@ def test_what_asks_for_nothing_is_taken_out(name: str) -> None:
     assert sent(path, **{name: value}) == BASE[path]
 
 
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, None),
+        ({"include_usage": None, "continuous_usage_stats": None}, None),
+        ({"include_obfuscation": False, "include_usage": True}, {"include_usage": True}),
+        ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}),
+    ],
+)
+def test_options_of_a_stream_are_written_out(options: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    """The frontend reads neither null nor options without `include_usage`, which OpenAI's API does."""
+    assert sent(CHAT, stream=True, stream_options=options).get("stream_options") == expected
+
+
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 

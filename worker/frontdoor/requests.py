@@ -114,8 +114,10 @@ def _rewrite(
     processors = _as_processors(table, fields, calls, carries_guides)
     if calls is not None and calls.support is not None:
         given |= write_tools_as_text(fields, calls.support, choice)
-    selected = _with_selection(fields, processors, headers, catalog)
-    return _without_idle_fields(table, fields) or given or selected or len(fields) != num_fields
+    given |= _with_selection(fields, processors, headers, catalog)
+    given |= _without_idle_fields(table, fields)
+    given |= _with_whole_stream_options(fields)
+    return given or len(fields) != num_fields
 
 
 def names_of(
@@ -221,18 +223,26 @@ def _with_texts(fields: Body) -> bool:
 
 
 def _without_idle_fields(table: Mapping[str, ClientField], fields: Body) -> bool:
-    """Take out fields that ask for nothing, and may be unknown to the frontend; whether there were
-    any.
-    """
+    """Take out fields that ask for nothing, and may be unknown to the frontend; whether it did."""
     idle = [name for name, value in fields.items() if table[name].removed or table[name].asks_for_nothing(value)]
     for name in idle:
         del fields[name]
+    return bool(idle)
+
+
+def _with_whole_stream_options(fields: Body) -> bool:
+    """Take out null and `include_obfuscation` from ``stream_options``, and give it the usage that
+    the frontend does not read it without; whether that changed ``fields``.
+    """
     options = fields.get("stream_options")
-    if not isinstance(options, dict) or options.pop("include_obfuscation", None) is None:
-        return bool(idle)
-    if not options:
+    if not isinstance(options, dict):
+        return False
+    asked = {name: value for name, value in options.items() if value is not None and name != "include_obfuscation"}
+    whole = {"include_usage": False, **asked} if asked else {}
+    fields["stream_options"] = whole
+    if not whole:
         del fields["stream_options"]
-    return True
+    return whole != options
 
 
 def _with_selection(
