@@ -57,18 +57,33 @@ find_block(const attention_t *c, const tile_t *tile, int64_t head, int64_t begin
     }
 }
 
-/* The part of the next block that is not fetched yet. */
+/* The part of the next block that is not fetched yet: rows of one page, and of those behind it. */
 typedef struct {
+    const attention_t *attention;
+    const tile_t *tile;
+    int64_t head, position, stop; /* of the pages behind */
     const char *keys, *values;
-    int64_t bytes; /* of each */
+    int64_t bytes; /* of the keys, and of the values, of this page */
 } ahead_t;
 
 static inline ahead_t
 rows_ahead(const attention_t *c, const tile_t *tile, int64_t head, int64_t begin)
 {
-    const int64_t at = find_row(c, tile, head, begin);
-    const int64_t rows = count_rows(c, begin, smaller(begin + KEYS, tile->position + tile->count));
-    return (ahead_t){c->keys + at, c->values + at, rows * row_bytes(c)};
+    return (ahead_t){c, tile, head, begin, smaller(begin + KEYS, tile->position + tile->count), NULL, NULL, 0};
+}
+
+/* Goes on to the next page; returns whether there is one. */
+static inline int
+next_page(ahead_t *ahead)
+{
+    if (ahead->position >= ahead->stop)
+        return 0;
+    const attention_t *c = ahead->attention;
+    const int64_t at = find_row(c, ahead->tile, ahead->head, ahead->position);
+    const int64_t rows = count_rows(c, ahead->position, ahead->stop);
+    ahead->keys = c->keys + at, ahead->values = c->values + at, ahead->bytes = rows * row_bytes(c);
+    ahead->position += rows;
+    return 1;
 }
 
 /* Fetches some of it: with few queries a block is computed in less time than it is read, and a processor that is told to
@@ -78,7 +93,7 @@ INLINED void
 fetch(ahead_t *ahead, int64_t lines)
 {
     enum { LINE = 64 };
-    for (; lines > 0 && ahead->bytes > 0; lines--) {
+    for (; lines > 0 && (ahead->bytes > 0 || next_page(ahead)); lines--) {
         fetch_to_l2(ahead->keys);
         fetch_to_l2(ahead->values);
         ahead->keys += LINE, ahead->values += LINE, ahead->bytes -= LINE;
