@@ -126,9 +126,10 @@ read_span(const quantised_t *q, const rounded_t *to, int64_t row, int64_t begin,
 INLINED int32_t
 round_block(int summed, const float *elements, int64_t count, float scale, int are_paired, int8_t *codes)
 {
-    float lanes[BLOCK] ALIGNED = {0};
+    float lanes[BLOCK] ALIGNED;
     vec sum = vec_zero();
     if (count < BLOCK) {
+        memset(lanes, 0, sizeof lanes);
         memcpy(lanes, elements, count * sizeof *lanes);
         elements = lanes;
     }
@@ -196,9 +197,12 @@ round_row(const quantised_t *q, const rounded_t *to, int32_t zero, int64_t row)
         for (int64_t at = 0, end; at < of_span; at = end, total += n, start += n) {
             int32_t sum = 0;
             for (end = smaller(at + to->size, of_span); at < end; at += BLOCK) {
-                int8_t some[BLOCK] = {0};
+                int8_t some[BLOCK];
                 const int64_t count = smaller(BLOCK, end - at);
-                sum += *scale > 0 ? round_block(1, elements + at, count, *scale, q->bits == 4, some) : 0;
+                if (*scale > 0)
+                    sum += round_block(1, elements + at, count, *scale, q->bits == 4, some);
+                else
+                    memset(some, 0, sizeof some);
                 codes = count == BLOCK ? put_words(some, BLOCK, n, codes) : put_words(some, count, n, codes);
             }
             *total = sum * 65536;
