@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from secrets import randbits
 from typing import Any, Protocol
 
@@ -33,6 +34,11 @@ REPORT = "logits_processors_report"
 """Key in ``extra_args`` of the name under which failure and receipt are kept (`reports`)."""
 
 _SEEDS = 2**64
+
+_ALIKE = 0.9
+"""Likeness from which another key of ``extra_args`` is one of these two, misspelt; others may be of
+other processors that a server has loaded.
+"""
 
 
 class Params(Protocol):
@@ -135,6 +141,7 @@ def read(params: Params, model: ServedModel, drawn_seed: int | None = None) -> A
         SelectionError: the selection is malformed, forbidden, or asks for what vLLM cannot keep.
     """
     extra = params.extra_args or {}
+    _refuse_misspelt(extra)
     named = selection_of(extra.get(SELECTION))
     report = extra.get(REPORT)
     set_fields = [each.requested(params) for each in (*_PENALTIES, *_LATE)]
@@ -256,6 +263,12 @@ def _left_to_vllm(params: Params) -> list[Requested]:
             if (value := getattr(params.structured_outputs, name, None)) is not None
         ]
     return [Requested(processor, args, path=path) for path, processor, args in found]
+
+
+def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
+    for key in extra.keys() - {SELECTION, REPORT}:
+        for close in get_close_matches(key, (SELECTION, REPORT), n=1, cutoff=_ALIKE):
+            raise SelectionError(f"extra_args.{key}", f"is unknown; did you mean {close}?")
 
 
 def _refuse_what_vllm_lacks(selection: Selection, report: object) -> None:

@@ -144,6 +144,8 @@ def refusal(
         ("", {"extra_args": {"logits_processors": "["}}),
         ("", {"extra_args": {"logits_processors": {"version": float("nan")}}}),
         ("logits_processors_report", {"extra_args": {"logits_processors_report": 5}}),
+        ("extra_args.logits_processor", {"extra_args": {"logits_processor": "{}"}}),
+        ("extra_args.logits_processors_reports", {"extra_args": {"logits_processors_reports": "mine"}}),
         (
             "processors",
             {
