@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from chat_templates import FORMS
 
+from adapters.calls import FORMATS
 from adapters.calls.detection import ToolSupport, tool_support
 from adapters.calls.template import ChatTemplate, TemplateFailed
 
@@ -109,3 +113,8 @@ def test_a_template_is_rendered_in_a_sandbox() -> None:
 def test_every_form_is_in_the_table() -> None:
     (mark,) = test_the_format_of_a_template.pytestmark  # type: ignore[attr-defined]
     assert {name for name, *_ in mark.args[1]} == set(FORMS)
+
+
+def test_the_readme_counts_the_formats() -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"chat template, (\d+)\s+are enforced", text) == [str(len(FORMATS))]
