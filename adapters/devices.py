@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,6 +26,11 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def whole_numbers(numbers: Sequence[int]) -> torch.Tensor:
+    """int64 ``[n]`` on the CPU, in a fraction of the time that `torch.tensor` takes."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
 def upload_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 ``[n]`` on ``device``, without a host synchronisation."""
-    return upload(torch.tensor(ids, dtype=torch.int64), device)
+    return upload(whole_numbers(ids), device)

@@ -216,10 +216,11 @@ fuzz_weights(void)
         highest = logits[i] > highest ? logits[i] : highest;
     }
     const int64_t rows = width % 3 ? 1 : 3;
-    block_maxima(logits, rows, width / rows, width / rows, keys);
+    const threads_t threads = some_threads();
+    block_maxima(logits, rows, width / rows, width / rows, keys, &threads);
     add_bytes_to_digest(keys, rows * ((width / rows + 63) / 64) * (int64_t)sizeof *keys);
     float *const values = keys;
-    highest_ids(logits, rows, width / rows, width / rows, ids, values);
+    highest_ids(logits, rows, width / rows, width / rows, ids, values, &threads);
     add_bytes_to_digest(ids, rows * (int64_t)sizeof *ids);
     add_bytes_to_digest(values, rows * (int64_t)sizeof *values);
     exponentials(numbers, width);

@@ -91,6 +91,21 @@ def test_the_first_of_the_highest(path: str, seed: int, width: int, odd: float, 
             assert (value, token_id) == (max(row), row.index(max(row)))
 
 
+def test_several_threads_search_many_rows(path: str) -> None:
+    logits = torch.randint(-9, 9, (12, 50_000), generator=torch.Generator().manual_seed(1)).float()
+    logits[3, 700] = math.nan
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        maxima, (ids, values) = native_weights.block_maxima(logits), native_weights.highest_ids(logits)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(maxima, candidates.block_maxima(logits), rtol=0, atol=0, equal_nan=True)
+    assert math.isnan(values[3])
+    whole = [row for row in range(12) if row != 3]
+    assert [ids[row] for row in whole] == logits[whole].argmax(-1).tolist()
+
+
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)
 
 

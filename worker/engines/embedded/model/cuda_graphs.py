@@ -38,12 +38,12 @@ class Computed:
 
     Attributes:
         hidden: Last hidden states ``[n, hidden]``.
-        extremes: The lowest and the highest number in them, and in those of padding ``[2]``.
+        sum: Sum of them, and of those of padding.
         logits: float32 ``[n, vocab_size]``.
     """
 
     hidden: torch.Tensor
-    extremes: torch.Tensor
+    sum: torch.Tensor
     logits: torch.Tensor
 
 
@@ -74,7 +74,7 @@ class _Graph:
             self._graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may transfer KV
             try:
                 hidden, logits = compute(ids, positions, step)
-                self._results = Computed(hidden, torch.stack(torch.aminmax(hidden)), logits)
+                self._results = Computed(hidden, hidden.sum(dtype=torch.float32), logits)
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
@@ -100,7 +100,7 @@ class _Graph:
         self._given.copy_(self._host, non_blocking=True)
         self._graph.replay()
         count, results = len(batch.ids), self._results
-        return Computed(results.hidden[:count], results.extremes, results.logits[:count])
+        return Computed(results.hidden[:count], results.sum, results.logits[:count])
 
 
 class DecodeGraphs:

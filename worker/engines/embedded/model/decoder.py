@@ -162,7 +162,7 @@ class DecoderNetwork(Network):
         tables = self._tables
         if tables is None or int(positions.amax()) >= tables.cosine.shape[1]:  # of a trial, for example
             return self._rope_tables(positions)
-        return RopeTables(tables.cosine[:, positions], tables.sine[:, positions])
+        return RopeTables(tables.cosine.index_select(1, positions), tables.sine.index_select(1, positions))
 
     def _rope_tables(self, positions: torch.Tensor) -> RopeTables:
         """Cosines and sines of all RoPEs ``[ropes, T, R]``."""

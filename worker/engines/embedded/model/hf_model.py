@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.nn import functional
 
-from adapters.devices import launching_on, upload, upload_ids
+from adapters.devices import launching_on, upload, upload_ids, whole_numbers
 from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.attention import AttentionBackend, AttentionSizes, AttentionStep, NativeAttention
 from worker.engines.embedded.config import resolve_dtype
@@ -108,7 +108,7 @@ class HfModel:
         self._network = network
         self._store = KvStore([], [])
         self._last_hidden = torch.empty(0, 0)  # of the last step's tokens
-        self._extremes = torch.zeros(2)  # the lowest and the highest number in it
+        self._sum = torch.zeros(())  # of all numbers in it: finite if all are, but for an overflow
         self._attention: AttentionBackend  # chosen by the page size, too
         self._wanted_numerics = numerics
         self._chosen: Numerics  # known once there is a KV store
@@ -346,11 +346,11 @@ class HfModel:
         self._store.begin(batch.new_pages)
         computed = self._graphs.compute(batch) if self._graphs is not None and not plan.chunks else None
         if computed is not None:
-            self._last_hidden, self._extremes = computed.hidden, computed.extremes
+            self._last_hidden, self._sum = computed.hidden, computed.sum
             return computed.logits
         hidden = self._hidden(batch, self._store)
         self._last_hidden = hidden[: len(batch.ids)]
-        self._extremes = torch.stack(torch.aminmax(self._last_hidden))
+        self._sum = self._last_hidden.sum(dtype=torch.float32)
         if plan.scored:
             show_scored(plan, hidden, self._network.logits)
         if plan.chunks:
@@ -373,7 +373,7 @@ class HfModel:
     @torch.inference_mode()
     def spoiled(self, plan: Plan) -> list[Request]:
         """See `Model.spoiled`."""
-        if all(map(math.isfinite, self._extremes.tolist())):  # NaN, if there is one
+        if math.isfinite(self._sum.item()):
             return []
         spoiled = (~self._last_hidden.isfinite().all(-1)).tolist()
         found = {id(request): request for request, bad in zip(plan.owners(), spoiled, strict=True) if bad}
@@ -381,7 +381,8 @@ class HfModel:
 
     def _hidden(self, batch: Batch, store: KvStore, only: int | None = None) -> torch.Tensor:
         """Last hidden states, with those of padding behind; of one layer alone if it is given."""
-        tensors = upload(torch.tensor([batch.ids, batch.positions, batch.pages, batch.slots]), self.device)
+        numbers = whole_numbers(batch.ids + batch.positions + batch.pages + batch.slots)
+        tensors = upload(numbers.view(4, -1), self.device)
         step = self._attention.plan(store, batch.sequences, tensors[2:])
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]

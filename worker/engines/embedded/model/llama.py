@@ -119,7 +119,7 @@ class LlamaNetwork(Network):
         """Cosines and sines of all tokens."""
         if self._tables is None:
             return self._rope.tables(positions, self._dtype)
-        return RopeTables(self._tables.cosine[positions], self._tables.sine[positions])
+        return RopeTables(self._tables.cosine.index_select(0, positions), self._tables.sine.index_select(0, positions))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Network.logits`."""

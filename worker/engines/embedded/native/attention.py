@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from adapters.devices import whole_numbers
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.native.libraries import DATA_TYPES, address
 from worker.engines.embedded.native.paths import library
@@ -124,15 +125,15 @@ class Tiles:
     def __init__(self, sequences: Sequence[SequenceSlice], group: int) -> None:
         most = _QUERIES // group
         pages: list[int] = []
-        tiles: list[tuple[int, int, int, int]] = []
+        tiles: list[int] = []
         token = 0
         for sequence in sequences:
             for first in range(sequence.start, sequence.stop, most):
-                tiles.append((token + first - sequence.start, min(most, sequence.stop - first), first, len(pages)))
+                tiles += (token + first - sequence.start, min(most, sequence.stop - first), first, len(pages))
             token += sequence.stop - sequence.start
             pages += sequence.page_table
-        self.page_table = torch.tensor(pages)
-        self.tiles = torch.tensor(tiles)
+        self.page_table = whole_numbers(pages)
+        self.tiles = whole_numbers(tiles).view(-1, 4)
 
 
 def attend(

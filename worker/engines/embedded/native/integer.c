@@ -138,7 +138,7 @@ round_all(integers_t *layers, int64_t count, char *memory, ready_t *ready, const
  * multiple of 8 elements if codes have 4 bits. Returns 0, or -1 if there is no memory for the rounded rows.
  */
 static int32_t
-compute(const linear_t *given, int64_t count, int has_tiles, const threads_t *threads)
+compute_layers(const linear_t *given, int64_t count, int has_tiles, const threads_t *threads)
 {
     ready_t *ready = malloc(count * (sizeof *ready + sizeof(integers_t)));
     if (!ready)
@@ -160,6 +160,31 @@ compute(const linear_t *given, int64_t count, int has_tiles, const threads_t *th
     free(memory);
     free(ready);
     return failed;
+}
+
+typedef struct {
+    const linear_t *layers;
+    int64_t count;
+    int has_tiles;
+    int32_t failed;
+} computing_t;
+
+static void
+compute_in_pool(const threads_t *threads, void *argument)
+{
+    computing_t *c = argument;
+    c->failed = compute_layers(c->layers, c->count, c->has_tiles, threads);
+}
+
+/* As `compute_layers`, with one pool for rounding and multiplying. */
+static int32_t
+compute(const linear_t *layers, int64_t count, int has_tiles, const threads_t *threads)
+{
+    if (threads->pool || threads->count == 1)
+        return compute_layers(layers, count, has_tiles, threads);
+    computing_t computing = {layers, count, has_tiles, 0};
+    with_pool(threads->count, compute_in_pool, &computing);
+    return computing.failed;
 }
 
 int32_t

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 23
+_VERSION = 24
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -139,8 +139,8 @@ class KernelLibrary(ctypes.CDLL):
             "attend": (None, (ctypes.POINTER(self.attention_t), _POINTER)),
             "decoder_layers": (_INT32, (ctypes.POINTER(self.step_t), _POINTER, _INT64, _POINTER, _POINTER)),
             "adapted_linear": (_INT32, (ctypes.POINTER(self.step_t), _INT64, linear, _POINTER)),
-            "block_maxima": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER)),
-            "highest_ids": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER)),
+            "block_maxima": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER)),
+            "highest_ids": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER, _POINTER)),
             "exponentials": (None, (_POINTER, _INT64)),
             "weigh": (_INT64, (weighing, _POINTER, _INT64, _POINTER, _POINTER)),
             "take_prefix": (_INT64, (weighing, _POINTER, *[_INT64] * 3, *[_POINTER] * 3)),

@@ -5,6 +5,7 @@
 
 enum {
     ONE_THREAD = 6, /* tokens up to which one thread is faster than several */
+    FEW_NUMBERS = 1 << 16, /* that one thread normalises where others would have to be woken */
     GRAIN = 4,      /* tokens that a thread takes at a time */
 };
 
@@ -37,7 +38,8 @@ void
 rms_norm(const rms_norm_t *arguments, const threads_t *threads)
 {
     const int64_t rows = arguments->rows;
-    parallel_for(threads, rows, rows > ONE_THREAD ? GRAIN : ONE_THREAD, normalise_rows, arguments);
+    const int are_few = rows <= ONE_THREAD || (!threads->pool && rows * arguments->width <= FEW_NUMBERS);
+    parallel_for(threads, rows, are_few ? rows : GRAIN, normalise_rows, arguments);
 }
 
 #ifdef FLOAT32

@@ -25,6 +25,7 @@ enum {
     VECTORS = 4, /* whose exponentials are computed in turns: each step waits for the one before */
     NUMBERS = VECTORS * WIDTH,
     BLOCK = 64, /* tokens: `BLOCK` in adapters/sampling/candidates.py */
+    FEW_LOGITS = 1 << 19, /* that one thread searches */
 
     SAMPLE = 3000, /* tokens of a row's sample, approximately */
     PIECE = 16,    /* neighbours that are sampled together: a line of the cache */
@@ -165,20 +166,48 @@ block_maximum(const float *logits)
     return numbers == (1u << LANES) - 1 ? vec_highest(highest) : NAN;
 }
 
-void
-block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima)
+/* The maximum of up to BLOCK logits, at least one. */
+INLINED float
+maximum_of(const float *logits, int64_t count)
 {
-    for (int64_t row = 0; row < rows; row++, logits += stride) {
-        const int64_t whole = width / BLOCK * BLOCK;
-        for (int64_t at = 0; at < whole; at += BLOCK)
-            *maxima++ = block_maximum(logits + at);
-        if (whole == width)
-            continue;
-        float padded[BLOCK];
-        for (int64_t i = 0; i < BLOCK; i++)
-            padded[i] = logits[smaller(whole + i, width - 1)];
-        *maxima++ = block_maximum(padded);
-    }
+    if (count >= BLOCK)
+        return block_maximum(logits);
+    float padded[BLOCK];
+    for (int64_t i = 0; i < BLOCK; i++)
+        padded[i] = logits[smaller(i, count - 1)];
+    return block_maximum(padded);
+}
+
+/* Rows of logits, and what is found in them: maxima, or highest ones and their ids. */
+typedef struct {
+    const float *logits;
+    int64_t stride, width;
+    float *maxima, *values;
+    int64_t *ids;
+} search_t;
+
+/* Rows of few logits are read in less time than it takes to wake a thread for some. */
+static void
+search_rows(const search_t *s, int64_t rows, compute_t *search, const threads_t *threads)
+{
+    parallel_for(threads, rows, rows * s->width > FEW_LOGITS ? 1 : rows, search, s);
+}
+
+static void
+find_maxima(const void *arguments, int64_t first, int64_t stop)
+{
+    const search_t *s = arguments;
+    float *maxima = s->maxima + first * ((s->width + BLOCK - 1) / BLOCK);
+    for (int64_t row = first; row < stop; row++)
+        for (int64_t at = 0; at < s->width; at += BLOCK)
+            *maxima++ = maximum_of(s->logits + row * s->stride + at, s->width - at);
+}
+
+void
+block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima, const threads_t *threads)
+{
+    const search_t search = {.logits = logits, .stride = stride, .width = width, .maxima = maxima};
+    search_rows(&search, rows, find_maxima, threads);
 }
 
 /* The highest of `width` logits, NaN if one of them is, and the first index that has it. */
@@ -189,8 +218,7 @@ find_highest(const float *logits, int64_t width, int64_t *index)
     *index = 0;
     int64_t first = 0; /* of the block that has it */
     for (int64_t at = 0; at < width; at += BLOCK) {
-        float maximum;
-        block_maxima(logits + at, 1, 0, smaller(BLOCK, width - at), &maximum);
+        const float maximum = maximum_of(logits + at, width - at);
         if (maximum != maximum)
             return maximum;
         if (maximum > highest)
@@ -201,11 +229,20 @@ find_highest(const float *logits, int64_t width, int64_t *index)
     return highest;
 }
 
-void
-highest_ids(const float *logits, int64_t rows, int64_t stride, int64_t width, int64_t *ids, float *values)
+static void
+find_ids(const void *arguments, int64_t first, int64_t stop)
 {
-    for (int64_t row = 0; row < rows; row++)
-        values[row] = find_highest(logits + row * stride, width, ids + row);
+    const search_t *s = arguments;
+    for (int64_t row = first; row < stop; row++)
+        s->values[row] = find_highest(s->logits + row * s->stride, s->width, s->ids + row);
+}
+
+void
+highest_ids(const float *logits, int64_t rows, int64_t stride, int64_t width, int64_t *ids, float *values,
+            const threads_t *threads)
+{
+    const search_t search = {.logits = logits, .stride = stride, .width = width, .values = values, .ids = ids};
+    search_rows(&search, rows, find_ids, threads);
 }
 
 /* The logits of at least `bound`, and their rising ids, both [width]; returns their number. */

@@ -7,10 +7,12 @@
 /* The maxima [rows, ceil(width / 64)] of blocks of 64 logits, NaN where one of them is. A row begins `stride` after the one
  * before.
  */
-KERNEL void block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima);
+KERNEL void block_maxima(const float *logits, int64_t rows, int64_t stride, int64_t width, float *maxima,
+                         const threads_t *threads);
 
 /* The highest of each row, NaN where one of its logits is, and the lowest id that has it, [rows] both; of a row with NaN 0. */
-KERNEL void highest_ids(const float *logits, int64_t rows, int64_t stride, int64_t width, int64_t *ids, float *values);
+KERNEL void highest_ids(const float *logits, int64_t rows, int64_t stride, int64_t width, int64_t *ids, float *values,
+                        const threads_t *threads);
 
 /* exp of `count` numbers, none above 709, in place; 1 for 0, and 0 below -708 and for NaN. */
 KERNEL void exponentials(double *values, int64_t count);

@@ -35,7 +35,8 @@ def block_maxima(logits: torch.Tensor) -> torch.Tensor:
         logits = logits.contiguous()
     rows, width = logits.shape
     maxima = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32)
-    library(torch.float32).block_maxima(logits.data_ptr(), rows, logits.stride(0), width, maxima.data_ptr())
+    kernels = library(torch.float32)
+    kernels.block_maxima(logits.data_ptr(), rows, logits.stride(0), width, maxima.data_ptr(), kernels.threads())
     return maxima
 
 
@@ -47,8 +48,9 @@ def highest_ids(logits: torch.Tensor) -> tuple[list[int], list[float]]:
         logits = logits.contiguous()
     rows, width = logits.shape
     ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    library(torch.float32).highest_ids(
-        *(logits.data_ptr(), rows, logits.stride(0), width, ids.data_ptr(), values.data_ptr())
+    kernels = library(torch.float32)
+    kernels.highest_ids(
+        *(logits.data_ptr(), rows, logits.stride(0), width, ids.data_ptr(), values.data_ptr(), kernels.threads())
     )
     return ids.tolist(), values.tolist()
 

@@ -94,7 +94,8 @@ class AnswerQueue:
         if output.request_id not in self._live:
             return None
         group, answer = self._live[output.request_id]
-        self.add_first(group, self._siblings.pop(output.request_id, []))
+        if output.request_id in self._siblings:
+            self.add_first(group, self._siblings.pop(output.request_id))
         answer.take(output, time_s - group.started_s)
         if answer.finish_reason is not None:
             if output.finish_reason is None:
