@@ -377,7 +377,7 @@ class SelfReporting(Protocol):
 
 @runtime_checkable
 class StopsLoading(Protocol):
-    """An engine whose start can be ended, because another process does the work."""
+    """An engine whose start can be ended."""
 
     def stop_loading(self) -> None:
         """End a `ServingEngine.start` under way, which then raises. Nothing without one."""

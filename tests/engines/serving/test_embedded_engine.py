@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from engine_doubles import END, ScriptedModel, StartEngine, collect, config
 
-from worker.engines import EngineRequest, RequestHints, TokenDelta
+from worker.engines import EngineRequest, RequestHints, StopsLoading, TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Plan
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.serving import pacing
@@ -411,6 +412,33 @@ async def test_stop_ends_streams_and_is_idempotent(start_engine: StartEngine, ga
 async def test_stop_without_start() -> None:
     engine = EmbeddedEngine(config(), ScriptedModel())  # type: ignore[arg-type]
     await engine.stop()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_start_under_way_is_ended(is_cancelled: bool) -> None:
+    """By a signal, or as the runtime cancels it; nobody waits for the thread that loads."""
+    loading, goes_on = threading.Event(), threading.Event()
+
+    def load(*_: object) -> Any:
+        loading.set()
+        assert goes_on.wait(60)
+        raise AssertionError("nobody hears this")
+
+    engine = EmbeddedEngine(config(), load=load)
+    assert isinstance(engine, StopsLoading)
+    start = asyncio.ensure_future(engine.start())
+    await asyncio.to_thread(loading.wait)
+    if is_cancelled:
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+    else:
+        engine.stop_loading()
+        with pytest.raises(StartupError, match="told to stop while the model was loading"):
+            await start
+    await engine.stop()
+    goes_on.set()
+    engine.stop_loading()  # nothing is under way
 
 
 async def test_generate_without_start() -> None:

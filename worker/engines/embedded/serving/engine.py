@@ -22,6 +22,7 @@ from worker.engines import (
     ReadKv,
     TokenDelta,
 )
+from worker.engines.daemon_threads import in_daemon_thread
 from worker.engines.embedded.adapters import LoadedAdapters
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
@@ -188,6 +189,8 @@ class EmbeddedEngine:
         self._thread: StepThread | None = None
         self._connector: KvConnector | None = None
         self._stepper: Stepper | None = None  # the step thread's; only counts of it are read here
+        self._loading: asyncio.Future[tuple[Stepper, EngineInfo]] | None = None
+        self._is_told_to_stop = False
         self._streams = Streams()
         self._numbers = count()
         self.weights: UpdatesWeights | None = None
@@ -200,7 +203,7 @@ class EmbeddedEngine:
         """
         if self._info is not None:
             raise StartupError("the embedded engine was started twice")
-        stepper, info = await asyncio.to_thread(self._load, self.config, self._injected_model)
+        stepper, info = await self._loaded()
         loop, streams = asyncio.get_running_loop(), self._streams
 
         def break_down(cause: str) -> None:
@@ -217,6 +220,25 @@ class EmbeddedEngine:
             self.weights = WeightControl(stepper, stepper.model, streams, self.config, stepper.weights)
         thread.start()
         return info
+
+    async def _loaded(self) -> tuple[Stepper, EngineInfo]:
+        """What `load` returns, from a thread that a process which is told to stop does not wait for."""
+        loading = in_daemon_thread("load", lambda: self._load(self.config, self._injected_model))
+        self._loading = asyncio.wrap_future(loading)
+        try:
+            return await self._loading
+        except asyncio.CancelledError:
+            if self._is_told_to_stop:
+                raise StartupError("told to stop while the model was loading") from None
+            raise
+        finally:
+            self._loading = None
+
+    def stop_loading(self) -> None:
+        """See `worker.engines.StopsLoading`; the thread that loads goes on, with nobody to wait for it."""
+        if self._loading is not None:
+            self._is_told_to_stop = True
+            self._loading.cancel()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
