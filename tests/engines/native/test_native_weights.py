@@ -92,7 +92,7 @@ def test_the_first_of_the_highest(path: str, seed: int, width: int, odd: float, 
 
 
 def test_several_threads_search_many_rows(path: str) -> None:
-    logits = torch.randint(-9, 9, (12, 50_000), generator=torch.Generator().manual_seed(1)).float()
+    logits = torch.randint(-9, 9, (12, 400_000), generator=torch.Generator().manual_seed(1)).float()
     logits[3, 700] = math.nan
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -8,12 +8,18 @@ enum {
     AHEAD = 32768,   /* bytes by which codes are fetched before they are read, at most */
     CACHED = 16384,  /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
     MOST_TILES = 16, /* of rows, that are multiplied by a panel in turn */
+    PART_SPANS = 2,  /* of a panel's codes of 8 bits, that tiles are multiplied by in turn */
 };
 
 /* A specialization of the micro-kernel: numbers that the compiler knows. */
 typedef struct {
     int rows, halves, bits, is_e2m1, has_dot;
 } kind_t;
+
+/* Elements of a row, whole spans of it. */
+typedef struct {
+    int64_t begin, end;
+} part_t;
 
 /* `count` elements of a panel's columns times those of some rows: products are added to `part`. */
 INLINED void
@@ -60,26 +66,28 @@ add_scaled(kind_t k, int has_offsets, ints sum, ints part, const int32_t *total,
     return ints_add(ints_add(sum, ints_mul(part, low_halves(steps))), ints_mul(high_halves(ints_all(*total)), high_halves(steps)));
 }
 
-/* A tile of rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: sums
- * [rows, 32].
+/* A part of a tile of rows, of which `row` is the first, times one or both halves of a panel's columns, from `first` on: is
+ * added to the sums [rows, 32] of the parts before it.
  */
 INLINED void
-multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t *r, int64_t panel, int first, int64_t row,
-               float *sums)
+multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t *r, int64_t panel, int first, part_t part,
+               int64_t row, float *sums)
 {
     const int is_nibbles = k.bits == 4 && !k.is_e2m1, is_short = is_nibbles && !k.has_dot; /* products are added in 16 bits */
     const int64_t words = (q->inner * k.bits + 31) / 32, ahead = smaller(words * COLUMNS * WORD_BYTES, AHEAD);
     const int64_t ahead_steps = ahead * 8 / k.bits / q->step; /* those of the weights that are fetched, of all columns */
-    const char *codes = q->codes + (panel * words * COLUMNS + first * LANES) * WORD_BYTES;
-    const int8_t *x = r->codes + row * r->words * WORD_BYTES;
-    const float *scales = r->scales + row * r->spans;
-    const int32_t *starts = r->starts + row * r->blocks, *totals = r->totals + row * r->blocks;
-    int64_t step = panel * q->steps_of_row * COLUMNS + first * LANES, left = q->step; /* elements of the step */
+    const char *codes = q->codes + ((panel * words + part.begin * k.bits / 32) * COLUMNS + first * LANES) * WORD_BYTES;
+    const int8_t *x = r->codes + row * r->words * WORD_BYTES + part.begin * k.rows;
+    const float *scales = r->scales + row * r->spans + part.begin / q->span * k.rows;
+    const int64_t blocks = row * r->blocks + part.begin / r->size * k.rows;
+    const int32_t *starts = r->starts + blocks, *totals = r->totals + blocks;
+    int64_t step = (panel * q->steps_of_row + part.begin / q->step) * COLUMNS + first * LANES;
+    int64_t left = q->step - part.begin % q->step; /* elements of the step */
 #pragma GCC unroll 6
     for (int i = 0; i < k.rows; i++)
-        for (int half = 0; half < k.halves; half++)
+        for (int half = 0; !part.begin && half < k.halves; half++)
             vec_store(sums + i * COLUMNS + (first + half) * LANES, vec_zero());
-    for (int64_t begin = 0; begin < q->inner; begin += q->span, scales += k.rows) {
+    for (int64_t begin = part.begin; begin < part.end; begin += q->span, scales += k.rows) {
         const int64_t end = smaller(begin + q->span, q->inner);
         ints sum[INT_ROWS][2];
         __asm__("" ::: "memory"); /* sums of float32 stay there, and leave the registers to those of integers */
@@ -89,12 +97,12 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
                 sum[i][half] = ints_all(0);
         for (int64_t at = begin; at < end; at += r->size, totals += k.rows, starts += k.rows) {
             const int64_t count = smaller(r->size, end - at);
-            ints part[INT_ROWS][2];
+            ints products[INT_ROWS][2];
 #pragma GCC unroll 6
             for (int i = 0; i < k.rows; i++)
                 for (int half = 0; half < k.halves; half++)
-                    part[i][half] = ints_all(is_short ? 0 : starts[i]);
-            add_block(k, codes, ahead, x, count, part);
+                    products[i][half] = ints_all(is_short ? 0 : starts[i]);
+            add_block(k, codes, ahead, x, count, products);
             codes += (count * k.bits + 31) / 32 * COLUMNS * WORD_BYTES;
             x += (count + 3) / WORD_BYTES * k.rows * WORD_BYTES;
 #pragma GCC unroll 2
@@ -103,7 +111,7 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
                 const ints step_of = load_steps(q, has_offsets, is_nibbles, step + half * LANES);
 #pragma GCC unroll 6
                 for (int i = 0; i < k.rows; i++) {
-                    ints all = part[i][half];
+                    ints all = products[i][half];
                     if (is_short)
                         all = ints_add(nibble_sums(k.has_dot, all), ints_all(starts[i]));
                     sum[i][half] = add_scaled(k, has_offsets, sum[i][half], all, totals + i, step_of);
@@ -124,24 +132,27 @@ multiply_codes(kind_t k, int has_offsets, const quantised_t *q, const rounded_t 
     }
 }
 
-/* `multiply_codes` of a whole panel. */
+/* `multiply_codes` of both halves of a panel. */
 INLINED void
-multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row, float *sums)
+multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel, part_t part, int64_t row, float *sums)
 {
     k.halves = k.rows <= INT_WIDE_ROWS ? 2 : 1;
+    if (k.bits == 4)
+        part = (part_t){0, q->inner}; /* which it is, and the compiler does not know */
     for (int half = 0; half < 2; half += k.halves)
         if (k.is_e2m1)
-            multiply_codes(k, 0, q, r, panel, half, row, sums);
+            multiply_codes(k, 0, q, r, panel, half, part, row, sums);
         else if (k.bits == 8) /* few have offsets */
-            multiply_codes(k, q->offsets != NULL, q, r, panel, half, row, sums);
+            multiply_codes(k, q->offsets != NULL, q, r, panel, half, part, row, sums);
         else if (q->offsets)
-            multiply_codes(k, 1, q, r, panel, half, row, sums);
+            multiply_codes(k, 1, q, r, panel, half, part, row, sums);
         else
-            multiply_codes(k, 0, q, r, panel, half, row, sums);
+            multiply_codes(k, 0, q, r, panel, half, part, row, sums);
 }
 
 #define EACH_NUMBER(name, ...)                                                                                         \
-    static void name(int rows, const quantised_t *q, const rounded_t *r, int64_t panel, int64_t row, float *sums)      \
+    static void name(int rows, const quantised_t *q, const rounded_t *r, int64_t panel, part_t part, int64_t row,      \
+                     float *sums)                                                                                      \
     {                                                                                                                  \
         switch (rows) {                                                                                                \
             NUMBER(1, __VA_ARGS__) NUMBER(2, __VA_ARGS__) NUMBER(3, __VA_ARGS__) NUMBER(4, __VA_ARGS__)                \
@@ -151,7 +162,7 @@ multiply_panel(kind_t k, const quantised_t *q, const rounded_t *r, int64_t panel
 #define NUMBER(n, ...)                                                                                                 \
     case n:                                                                                                            \
         if (n <= INT_ROWS)                                                                                             \
-            multiply_panel((kind_t){n <= INT_ROWS ? n : 1, 0, __VA_ARGS__}, q, r, panel, row, sums);                   \
+            multiply_panel((kind_t){n <= INT_ROWS ? n : 1, 0, __VA_ARGS__}, q, r, panel, part, row, sums);             \
         break;
 EACH_NUMBER(multiply_nibbles, 4, 0, 0)
 EACH_NUMBER(multiply_e2m1, 4, 1, 0)
@@ -165,7 +176,7 @@ _Static_assert(INT_ROWS <= 6, "a number of rows is missing");
 #undef NUMBER
 #undef EACH_NUMBER
 
-typedef void multiply_t(int, const quantised_t *, const rounded_t *, int64_t, int64_t, float *);
+typedef void multiply_t(int, const quantised_t *, const rounded_t *, int64_t, part_t, int64_t, float *);
 
 static multiply_t *
 multiply_of(const quantised_t *q)
@@ -181,24 +192,31 @@ multiply_of(const quantised_t *q)
     return plain[codes];
 }
 
-/* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds. */
+/* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds.
+ *
+ * Of codes of 8 bits, part after part of a panel is multiplied by all tiles: the next panel, which is fetched meanwhile, then
+ * comes at an even pace. With whole panels it would come beside the first tile, which would wait for it.
+ */
 static void
 compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
 {
     multiply_t *multiply = multiply_of(q);
     float sums[MOST_TILES * INT_ROWS * COLUMNS] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows);
+    const int64_t length = q->bits == 8 && tiles > 1 ? PART_SPANS * q->span : q->inner;
     const int64_t cached_tiles = smaller(CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1, MOST_TILES);
     for (int64_t begin = 0, end; begin < tiles; begin = end) {
         end = smaller(begin + cached_tiles, tiles);
         const int64_t top = first_row(r, q->rows, begin), bottom = first_row(r, q->rows, end);
         for (int64_t panel = first; panel < stop; panel++) {
-            for (int64_t tile = begin; tile < end; tile++) {
-                const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
-                for (int64_t row = from; row < to; row++)
-                    prefetch_row(q, row, panel * COLUMNS);
-                multiply((int)(to - from), q, r, panel, from, sums + (from - top) * COLUMNS);
-            }
+            for (int64_t row = top; row < bottom; row++)
+                prefetch_row(q, row, panel * COLUMNS);
+            for (int64_t at = 0; at < q->inner; at += length)
+                for (int64_t tile = begin; tile < end; tile++) {
+                    const int64_t from = first_row(r, q->rows, tile), to = first_row(r, q->rows, tile + 1);
+                    const part_t part = {at, smaller(at + length, q->inner)};
+                    multiply((int)(to - from), q, r, panel, part, from, sums + (from - top) * COLUMNS);
+                }
             finish_rounded_rows(q, r, top, bottom - top, panel, sums);
         }
     }
