@@ -8,7 +8,8 @@ enum {
     AHEAD = 32768,   /* bytes by which codes are fetched before they are read, at most */
     CACHED = 16384,  /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
     MOST_TILES = 16, /* of rows, that are multiplied by a panel in turn */
-    PART_SPANS = 2,  /* of a panel's codes of 8 bits, that tiles are multiplied by in turn */
+    EVEN_ROWS = 48,  /* up to which codes of 8 bits are multiplied at an even pace */
+    EVEN_SPANS = 2,  /* of a panel, that tiles are then multiplied by in turn */
 };
 
 /* A specialization of the micro-kernel: numbers that the compiler knows. */
@@ -194,8 +195,8 @@ multiply_of(const quantised_t *q)
 
 /* Panels from `first` on, before `stop`, times as many tiles of rows at a time as the L1 cache holds.
  *
- * Of codes of 8 bits, part after part of a panel is multiplied by all tiles: the next panel, which is fetched meanwhile, then
- * comes at an even pace. With whole panels it would come beside the first tile, which would wait for it.
+ * Few rows wait for memory as long as they compute, if codes have 8 bits. Then part after part of a panel is multiplied by all
+ * tiles: the next panel, which is fetched meanwhile, comes at an even pace, and not beside the first tile alone.
  */
 static void
 compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
@@ -203,7 +204,7 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
     multiply_t *multiply = multiply_of(q);
     float sums[MOST_TILES * INT_ROWS * COLUMNS] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows);
-    const int64_t length = q->bits == 8 && tiles > 1 ? PART_SPANS * q->span : q->inner;
+    const int64_t length = q->bits == 8 && q->rows <= EVEN_ROWS ? EVEN_SPANS * q->span : q->inner;
     const int64_t cached_tiles = smaller(CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1, MOST_TILES);
     for (int64_t begin = 0, end; begin < tiles; begin = end) {
         end = smaller(begin + cached_tiles, tiles);

@@ -8,6 +8,16 @@
 enum {
     PART_ROWS = 192,   /* rows that share a part of a panel while it is in the cache */
     PART_WORDS = 1024, /* of a panel in such a part: 128 KiB */
+#ifndef WITH_AMX
+    /* Few rows wait for memory as long as they compute. They share smaller parts, so that what comes next is fetched at an
+     * even pace, and not beside the first of them alone.
+     */
+    EVEN_ROWS = 64,
+    EVEN_WORDS = 128,
+#else
+    EVEN_ROWS = 0,
+    EVEN_WORDS = PART_WORDS,
+#endif
 };
 
 /* All rows, [rows, inner] operands, times a panel. */
@@ -21,11 +31,12 @@ compute_panel(const linear_t *l, int64_t number)
     for (int64_t first = 0; first < l->rows; first += PART_ROWS) {
         const int64_t count = smaller(PART_ROWS, l->rows - first);
         const int64_t blocks = (count + ROWS - 1) / ROWS;
-        for (int64_t word = 0; word < words; word += PART_WORDS) {
+        const int64_t part = blocks > 1 && count <= EVEN_ROWS ? EVEN_WORDS : PART_WORDS;
+        for (int64_t word = 0; word < words; word += part) {
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t start = count * block / blocks, stop = count * (block + 1) / blocks;
                 multiply((int)(stop - start), input + (first + start) * inner + word * PER_WORD, inner,
-                         panel + word * PANEL_STRIDE, PANEL_STRIDE, smaller(PART_WORDS, words - word), sums[start],
+                         panel + word * PANEL_STRIDE, PANEL_STRIDE, smaller(part, words - word), sums[start],
                          COLUMNS, word > 0);
             }
         }

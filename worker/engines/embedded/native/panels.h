@@ -16,7 +16,11 @@ enum { PANEL_STRIDE = COLUMNS * PER_WORD }; /* elements from one word of a panel
 #include "panels_amx.h"
 #else
 
-enum { CACHED_WORDS = 128 }; /* of a panel, 16 KiB, of which the second half is read after the first one */
+enum {
+    CACHED_WORDS = 128, /* of a panel, 16 KiB, of which the second half is read after the first one */
+    AHEAD = 8192,       /* bytes by which a panel is fetched before it is read */
+    FETCHED_ROWS = 5,   /* rows from which it is: with fewer, a processor's own prefetching comes as far */
+};
 
 /* sums [rows, 16 * halves] = rows of `words` words times halves of a panel; added to `sums` if it `continues`. */
 INLINED void
@@ -32,6 +36,10 @@ multiply_rows(int rows, int halves, const operand *row, int64_t row_stride, cons
     for (int64_t word = 0; word < words; word++, panel += panel_stride) {
         if (halves == 1)
             __builtin_prefetch(panel + LANES * PER_WORD);
+        else if (rows >= FETCHED_ROWS) {
+            fetch_to_l2((const char *)panel + AHEAD);
+            fetch_to_l2((const char *)(panel + LANES * PER_WORD) + AHEAD);
+        }
         const words_t left = load_words(panel), right = load_words(halves > 1 ? panel + LANES * PER_WORD : panel);
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
