@@ -47,7 +47,8 @@ def sample_with_transformers(policy: Any, prompts: list[list[int]], n: int, max_
     import torch
 
     torch.manual_seed(1)
-    ends, found = policy.generation_config.eos_token_id, []
+    ends, found = policy.generation_config.eos_token_id, []  # an id, or a list of them
+    ends = ends if isinstance(ends, list) else [ends]
     for ids in prompts:
         given = torch.tensor([ids])
         wanted = {"max_new_tokens": max_tokens, "num_return_sequences": n, "output_logits": True}
@@ -57,7 +58,7 @@ def sample_with_transformers(policy: Any, prompts: list[list[int]], n: int, max_
         )
         logprobs = torch.stack(output.logits, 1).float().log_softmax(-1)
         for row, answer in zip(logprobs, output.sequences[:, len(ids) :].tolist(), strict=True):
-            end = next((place + 1 for place, token in enumerate(answer) if token in [ends]), len(answer))
+            end = next((place + 1 for place, token in enumerate(answer) if token in ends), len(answer))
             values = [float(row[place, token]) for place, token in enumerate(answer[:end])]
             found.append((ids, answer[:end], values))
     return found

@@ -80,7 +80,7 @@ def draw(steps: list[dict[str, float]], differences: dict[str, dict[str, float]]
         for step in range(0, count, max(1, count // 6)):
             drawing.text(across(step, count, left), upwards(0) + 16, str(step), "middle")
         drawing.text(left + PLOT_WIDTH, upwards(0) + 32, "step", "end")
-    highest = math.ceil(10 * max(one["reward"] for one in steps)) / 10
+    highest = max(0.1, math.ceil(10 * max(one["reward"] for one in steps)) / 10)
     for quarter in range(5):
         drawing.text(LEFT - 6, upwards(quarter / 4) + 4, f"{highest * quarter / 4:.3g}", "end")
     rewards = [(across(one["step"], count, LEFT), upwards(one["reward"] / highest)) for one in steps]

@@ -139,7 +139,8 @@ def train(model_path: Path, sampler: Sampler, settings: Settings, output: Path) 
         )
         samples = [one for group in groups for one in group]
         if any(one.versions != (str(step),) for one in samples):
-            raise RuntimeError(f"step {step}: an answer is of other weights: {[one.versions for one in samples]}")
+            found = sorted({one.versions for one in samples})
+            raise WorkerError(f"step {step}: an answer is of other weights: {found}")
 
         logprobs = exact([one.rollout for one in samples])
         theirs = [torch.tensor(one.logprobs, dtype=torch.float64) for one in samples]
@@ -186,10 +187,13 @@ def digest(policy: Any) -> str:
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
-    workers = Workers(options.url, options.engine_url, options.engine_key)
     output = options.output.resolve()  # the workers have another working directory
+    steps = output / "steps.jsonl"
+    if steps.is_file() and steps.stat().st_size:
+        raise WorkerError(f"--output {options.output}: has the steps of another run; give a new directory")
+    workers = Workers(options.url, options.engine_url, options.engine_key)
     output.mkdir(parents=True, exist_ok=True)
-    with (output / "steps.jsonl").open("w") as report:
+    with steps.open("w") as report:
         for step in train(options.model, workers, settings, output):
             line = json.dumps(asdict(step))
             print(line, flush=True)

@@ -64,7 +64,7 @@ class Workers:
     def __init__(self, url: str, engine_urls: Sequence[str], key: str) -> None:
         self._url, self._engine_urls = url, list(engine_urls)
         self._key = {"authorization": f"Bearer {key}"}
-        models = _asked(f"{url}/v1/models")["data"]
+        models = _asked(f"{url}/v1/models").get("data")
         if not models:
             raise WorkerError(f"{url}/v1/models: no model is served there yet")
         self._model: str = models[0]["id"]
@@ -95,10 +95,14 @@ class Workers:
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "n": n, "max_tokens": max_tokens, "seed": seed}
         body |= {"temperature": 1.0, "logprobs_mode": "train", "nvext": {"extra_fields": ["engine_data"]}}
         answer = _asked(f"{self._url}/v1/completions", body)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        for one in choices:
+            if one["finish_reason"] not in ("stop", "length"):
+                raise WorkerError(f"choice {one['index']} is not whole: {one['finish_reason']}")
         versions = _versions(answer.get("nvext") or {})
         return [
             Sample(Rollout(prompt, one["token_ids"]), one["train_logprobs"]["raw"], versions[place])
-            for place, one in enumerate(sorted(answer["choices"], key=lambda choice: choice["index"]))
+            for place, one in enumerate(choices)
         ]
 
 
@@ -106,11 +110,11 @@ def _versions(nvext: dict[str, Any]) -> list[tuple[str, ...]]:
     """The versions of each choice's tokens.
 
     Raises:
-        WorkerError: a choice has none, since somebody aborted it.
+        WorkerError: a choice has none, since its worker is without --engine-port.
     """
     data = [((one or {}).get("engine_data") or {}).get("weight_versions") for one in nvext.get("choices", [nvext])]
     if None in data:
-        raise WorkerError(f"choice {data.index(None)} was aborted")
+        raise WorkerError(f"choice {data.index(None)} does not name its weights: its worker has no --engine-port")
     return [tuple(part["version"] for part in parts) for parts in data]
 
 
@@ -118,7 +122,7 @@ def _asked(url: str, body: Any = None, headers: dict[str, str] | None = None) ->
     """The JSON of an answer.
 
     Raises:
-        WorkerError: the server refuses it, with its own reason.
+        WorkerError: the server refuses it, with its own reason, or answers with no JSON.
         ConnectionError: nobody is there, or the connection has broken.
     """
     data = None if body is None else json.dumps(body).encode()
@@ -126,6 +130,8 @@ def _asked(url: str, body: Any = None, headers: dict[str, str] | None = None) ->
     try:
         with urllib.request.urlopen(request, timeout=600) as reply:
             return json.load(reply)
+    except ValueError as error:
+        raise WorkerError(f"{url}: its answer is no JSON: {error}") from None
     except urllib.error.HTTPError as error:
         raise WorkerError(f"{url}: {error.code} {error.read().decode(errors='replace')}") from None
     except (OSError, http.client.HTTPException) as error:

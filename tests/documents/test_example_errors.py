@@ -79,3 +79,17 @@ def test_wrong_settings_of_a_training(arguments: Sequence[str], problem: str, ti
     wanted = ["--model", str(tiny_model), "--engine-url", "http://127.0.0.1:1", "--engine-key", "K"]
     line = said("grpo/grpo.py", *wanted, "--output", str(tmp_path / "run"), *arguments)
     assert problem in line
+
+
+def test_a_run_is_not_written_over(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text("{}\n")
+    wanted = ["--model", str(tiny_model), "--engine-url", "http://127.0.0.1:1", "--engine-key", "K"]
+    line = said("grpo/grpo.py", *wanted, "--output", str(tmp_path))
+    assert line == f"error: --output {tmp_path}: has the steps of another run; give a new directory"
+
+
+def test_a_figure_of_a_run_without_any_reward(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 0, "reward": 0.0, "largest_difference": 0.0}\n')
+    command = [sys.executable, str(ROOT / "examples/grpo/figure.py"), str(tmp_path), str(tmp_path / "figure.svg")]
+    subprocess.run(command, check=True, timeout=100)
+    assert "mean reward" in (tmp_path / "figure.svg").read_text()

@@ -35,6 +35,25 @@ def one_thread() -> Iterator[None]:
     grpo.torch.set_num_threads(before)
 
 
+def answer_of(*reasons: str) -> dict[str, Any]:
+    """A whole answer with choices that have ended for these reasons."""
+    told = {"token_ids": [5], "train_logprobs": {"raw": [-1.0]}}
+    choices = [{"index": index, "finish_reason": reason, **told} for index, reason in enumerate(reasons)]
+    named = {"engine_data": {"weight_versions": [{"version": "1", "from_token": 0}]}}
+    return {"data": [{"id": "model"}], "choices": choices, "nvext": {"choices": [named] * len(reasons)}}
+
+
+def test_an_answer_that_was_aborted_is_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens so far have a reward that the whole answer would not have had."""
+    answers = [answer_of(), answer_of("stop", "length"), answer_of("length", "abort")]
+    monkeypatch.setattr(workers, "_asked", lambda *asked: answers.pop(0))
+    sampler = workers.Workers("http://door", ["http://engine"], KEY)
+    ask = {"n": 2, "max_tokens": 1, "seed": 1}
+    assert len(sampler.sample([[9]], **ask)[0]) == 2
+    with pytest.raises(workers.WorkerError, match="choice 1 is not whole: abort"):
+        sampler.sample([[9]], **ask)
+
+
 @contextmanager
 def served(directory: Path, model: Path) -> Iterator[Stack]:
     """A frontend that migrates, and a key for trainers."""

@@ -36,6 +36,7 @@ from worker.errors import (
     StartupError,
 )
 from worker.runtimes import dynamo as runtime
+from worker.runtimes.dynamo_rl import reachable
 
 DYNAMO = tuple(int(part) for part in version("ai-dynamo").split(".")[:2])
 ARGUMENTS = parse_arguments(["--model-path", "/models/tiny", "--discovery-backend", "file"], {})
@@ -231,3 +232,10 @@ def test_older_versions_refuse_a_system_port_above_32767() -> None:
 def test_ports_that_are_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match="DYN_SYSTEM_PORT must be a port number"):
         installation.check_ports({"DYN_SYSTEM_PORT": text})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("::", socket.gethostname())]
+)
+def test_the_engine_port_s_url_has_a_host(host: str, expected: str) -> None:
+    assert reachable(host) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
 from worker.models.default_model import _GGUF_SHA256
 from worker.replay.prompt import read_prompt
-from worker.replay.recorded import RecordedReceipt
-from worker.requests.receipts import TokenDigest
+from worker.replay.recorded import RecordedAdapter, RecordedModel, RecordedReceipt, RecordedWeights
+from worker.replay.verdict import check_model_digest
+from worker.requests.receipts import ServerRecord, TokenDigest
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -524,3 +526,14 @@ async def test_a_receipt_ends_with_the_token_of_a_stop_string(plain: Client) -> 
     assert answer.finish_reason == "stop"
     assert (record["tokens_forced"], record["last_position"]) == (number, len(PROMPT) + number - 1)
     assert [one["token_id"] for one in answer.receipt["tokens"]] == answer.token_ids
+
+
+async def test_an_adapter_of_updated_weights_is_compared() -> None:
+    """Only the checkpoint has another digest than the one that the worker began with."""
+    weights = [RecordedWeights(version="1", from_token=0, digest="aa")]
+    model = RecordedModel(name="m", digest="of the start", adapter=RecordedAdapter(name="mine", digest="one"))
+    receipt = RecordedReceipt.model_construct(model=model, weights=weights)
+    server = ServerRecord("embedded", "1", "cpu", {}, "m", "of the update", {"mine": "one"}, "")
+    check_model_digest(server, receipt)
+    with pytest.raises(ConfigurationError, match=r"^model\.adapter\.digest: the receipt is of an adapter with one, "):
+        check_model_digest(replace(server, adapters={"mine": "another"}), receipt)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from adapters.vocabulary import ReasoningTokens
 from adapters.vocabulary.text_match import TextMatcher
 from worker.engines import TokenDelta, TokenLogprob
+from worker.engines.weights import WeightVersion
 from worker.errors import RequestFailed
 from worker.requests.request import GenerationRequest
 from worker.requests.response import ResponseBuilder
@@ -149,3 +150,14 @@ def test_the_end_token_that_is_not_shown_has_its_log_probability() -> None:
         }
     }
     assert "engine_data" not in builder(request()).chunk(delta)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_an_end_token_whose_id_is_told_names_its_weights(returns: bool) -> None:
+    """Of an update right before it, whose version no shown token has."""
+    old, new = WeightVersion(), WeightVersion(1, "new", "00")
+    building = builder(replace(request(), returns_token_ids=returns))
+    building.chunk(TokenDelta([4, 5], weights=[(0, old)]))
+    last = building.chunk(TokenDelta([], finish_reason="stop", stop_reason=9, weights=[(2, new)]))
+    told = [{"version": "0", "from_token": 0}, {"version": "new", "from_token": 2}]
+    assert last["engine_data"]["weight_versions"] == told[: 1 + returns]

@@ -59,9 +59,7 @@ def check_model_digest(server: ServerRecord, receipt: RecordedReceipt) -> None:
 
     Updated weights have a digest of their own; see `check_weights`.
     """
-    if receipt.weights:
-        return
-    if receipt.model.digest is not None and server.model_digest != receipt.model.digest:
+    if not receipt.weights and receipt.model.digest is not None and server.model_digest != receipt.model.digest:
         raise ConfigurationError(
             f"model.digest: the receipt is of a checkpoint with {receipt.model.digest}, "
             f"--model-path has {server.model_digest}"

@@ -41,8 +41,7 @@ class RlEndpoint:
         from dynamo.common.rl import RLRouteRegistry
         from dynamo.runtime import DistributedRuntime
 
-        host = arguments.engine_host
-        self._url = f"http://{socket.gethostname() if host in ('0.0.0.0', '::') else host}:{port.port}"
+        self._url = f"http://{reachable(arguments.engine_host)}:{port.port}"
         self._registry = RLRouteRegistry(self)
         self._registry.add_routes(dict.fromkeys(port.routes.by_name, port.routes.tell))
         loop = asyncio.get_running_loop()
@@ -64,6 +63,12 @@ class RlEndpoint:
     async def _answer(self, request: Any = None) -> AsyncIterator[Any]:
         async for answer in self._registry.dispatch_stream(request):
             yield answer
+
+
+def reachable(host: str) -> str:
+    """The host of a URL at which others reach a port that listens on an address."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{host}]" if ":" in host else host
 
 
 @contextmanager

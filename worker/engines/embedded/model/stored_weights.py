@@ -90,7 +90,8 @@ def _weights_of(file: str, content: memoryview) -> dict[str, Weight]:
     tensors: dict[str, torch.Tensor] = {}
     header = content[: 8 + min(int.from_bytes(content[:8], "little"), MAX_HEADER_BYTES)]
     for name, (stored, (start, stop)) in header_of(io.BytesIO(header), len(content), file).items():
-        dtype = DTYPES.get(stored.dtype) or _PARTS.get(stored.dtype)
+        is_part = name.endswith((CODES, SCALES, OFFSETS))
+        dtype = DTYPES.get(stored.dtype) or (_PARTS.get(stored.dtype) if is_part else None)
         if dtype is None:
             raise ModelFileError(f"{file}: tensor {name} must be of type {', '.join(DTYPES)}, got {stored.dtype}")
         aligned = content[start:stop] if not start % dtype.itemsize else memoryview(bytearray(content[start:stop]))
