@@ -17,6 +17,7 @@ from worker.engines.embedded.attention import (
     AttentionSizes,
     AttentionStep,
     RopeTables,
+    TorchAttention,
 )
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache.store import KvStore, SequenceSlice
@@ -148,3 +149,11 @@ def test_a_backend_is_exact_by_construction_or_by_trial() -> None:
     assert choose("exact", [], PlainAttention(), SIZES).made_by == "exact, plain kernels"
     with pytest.raises(StartupError, match=r"--numerics exact: attention in torch\.float32 depend"):
         choose("exact", [], BatchDependentAttention(), SIZES)
+
+
+@pytest.mark.parametrize("page_size", [2, 3, 4, 5])
+def test_a_trial_fits_into_pages_of_a_few_tokens(page_size: int) -> None:
+    """Which a context of a few tokens has."""
+    sizes = replace(SIZES, page_size=page_size, has_windows=True)
+    assert choose("exact", [], PlainAttention(), sizes).made_by == "exact, plain kernels"
+    assert choose("exact", [], TorchAttention(), sizes).name == "exact"

@@ -151,7 +151,7 @@ def test_an_activation_that_is_not_ours_is_not_called_exact(tmp_path: Path, capl
     [
         *(("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_python", "gelu"), ("relu", "relu")),
         *(("gelu_new", "gelu_tanh"), ("gelu_fast", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh")),
-        *(("quick_gelu", None), ("relu2", None), ("linear", None)),
+        *(("quick_gelu", None), ("relu2", None), ("linear", None), ("gelu_10", None), ("relu6", None)),
     ],
 )
 def test_activations_are_told_by_their_values(transformers_name: str, ours: str | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,26 @@ def test_a_corpus_forgets_its_older_half() -> None:
         assert len(corpus.automaton.tokens) <= 40
     assert list(proposer.propose([700, 701], 3).tokens) == [702, 703, 704]
     assert list(proposer.propose([0, 1], 3).tokens) == []
+
+
+def test_forgetting_looks_at_each_answer_once() -> None:
+    """Of answers of a token each there are many: a step would wait while each one that is dropped
+    has all others counted again.
+    """
+
+    class Looked(deque[Sequence[int]]):
+        count = 0
+
+        def __iter__(self) -> Iterator[Sequence[int]]:
+            for each in super().__iter__():
+                self.count += 1
+                yield each
+
+    corpus = Corpus(200)
+    corpus._answers = looked = Looked()
+    for number in range(400):
+        corpus.add([number])
+    assert looked.count <= 400
 
 
 # -- lengths

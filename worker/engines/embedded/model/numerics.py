@@ -180,6 +180,7 @@ def _is_invariant(backend: AttentionBackend, sizes: AttentionSizes, num_threads:
 def _is_invariant_in(window: int, backend: AttentionBackend, sizes: AttentionSizes) -> bool:
     page_size = sizes.page_size
     count = page_size + page_size // 2 + 3
+    num_pages = -(-count // page_size)  # two; more of a few tokens each
     generator = torch.Generator().manual_seed(0)
 
     def randn(heads: int) -> torch.Tensor:
@@ -187,7 +188,7 @@ def _is_invariant_in(window: int, backend: AttentionBackend, sizes: AttentionSiz
 
     query, key, value = randn(sizes.heads), randn(sizes.kv_heads), randn(sizes.kv_heads)
     width, dtype = row_shape(sizes.head_dim, sizes.dtype, sizes.code_rows)
-    shape = (8, sizes.kv_heads, page_size, width)
+    shape = (4 * num_pages, sizes.kv_heads, page_size, width)
     keys, values = ([torch.zeros(shape, dtype=dtype)] for _ in range(2))
     store = KvStore(keys, values, sizes.code_rows)
 
@@ -201,7 +202,11 @@ def _is_invariant_in(window: int, backend: AttentionBackend, sizes: AttentionSiz
         return step.attend(0, query[positions], key[positions], value[positions], scale, window, sizes.softcap)
 
     # one sequence, stored three times: in pages that ascend, descend, and lie apart
-    page_tables = ([0, 1], [4, 3], [2, 6])
+    page_tables = (
+        [*range(num_pages)],
+        [*range(2 * num_pages, num_pages, -1)],
+        [num_pages, *range(2 * num_pages + 2, 4 * num_pages, 2)],
+    )
     expected = attend([SequenceSlice(page_tables[0], 0, count)])
     for table in page_tables[1:]:
         attend([SequenceSlice(table, 0, count)])

@@ -129,9 +129,10 @@ class Corpus:
     def add(self, answer: Sequence[int]) -> None:
         """Remember an answer, at most half the capacity of it."""
         self._answers.append((*answer[: self._capacity // 2], _SEPARATOR))
-        if len(self.automaton.tokens) + len(self._answers[-1]) > self._capacity:
-            while sum(map(len, self._answers)) > self._capacity // 2 and len(self._answers) > 1:
-                self._answers.popleft()
+        num_tokens = len(self.automaton.tokens) + len(self._answers[-1])
+        if num_tokens > self._capacity:
+            while num_tokens > self._capacity // 2 and len(self._answers) > 1:
+                num_tokens -= len(self._answers.popleft())
             self.automaton = SuffixAutomaton()
             kept: Iterable[Sequence[int]] = self._answers
         else:
