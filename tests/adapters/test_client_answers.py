@@ -17,13 +17,13 @@ from dynamo_logits_client import (
     Receipt,
     StreamReader,
     digest,
+    events,
     last_receipts,
     parse_receipt,
     receipt_of,
     receipts_of,
     replay_request,
 )
-from dynamo_logits_client import events
 from dynamo_logits_client.events import Event, EventReader
 from hypothesis import given
 from hypothesis import strategies as st

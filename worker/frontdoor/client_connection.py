@@ -376,7 +376,7 @@ class ClientConnection(WaitingProtocol):
             self._transport.abort()
 
     def _late(self) -> None:
-        """Close the connection, with an error if a request has begun; not while the client reads."""
+        """Close the connection unless the client reads, with an error if a request has begun."""
         if self._intake.has_begun and not self._answering:
             self._refuse(Refused(408, "the request took too long to arrive"))
         elif self._transport is not None and 0 < self._transport.get_write_buffer_size() < self._unsent:
