@@ -248,12 +248,16 @@ function errorOf(body) {
 
 /** A parser of server-sent events, from pieces of their text. */
 export class EventReader {
-  #rest = "";
+  #rest = ""; // of the line that has not ended
+  #half = ""; // a carriage return at the end of what has arrived: it may be half of a line end
   #event = { name: "", data: [], comment: [] };
 
   /** The events that end in this piece. */
   feed(piece) {
-    const lines = (this.#rest + piece).split(/\r\n|\n|\r(?!$)/);
+    const text = this.#half + piece;
+    this.#half = text.endsWith("\r") ? "\r" : "";
+    const lines = text.slice(0, text.length - this.#half.length).split(/\r\n|\n|\r/);
+    lines[0] = this.#rest + lines[0];
     this.#rest = lines.pop();
     return lines.map((line) => this.#take(line)).filter((event) => event !== null);
   }

@@ -17,6 +17,7 @@ from dynamo_logits_client import (
     Receipt,
     StreamReader,
     digest,
+    events,
     last_receipts,
     parse_receipt,
     receipt_of,
@@ -113,6 +114,35 @@ def test_a_stream_in_any_pieces_in_javascript(module: quickjs.Context, cuts: lis
     found = json.loads(module.eval(code.replace("PIECES", json.dumps(pieces))))
     assert found["texts"] == {"0": "\N{GRINNING FACE}", "1": "\u00e9"}
     assert (found["promptTokenIds"], found["usage"]) == ([1, 2, 3], {"prompt_tokens": 3})
+
+
+def test_a_long_line_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+
+    class Spy:
+        def split(self, text: bytes) -> list[bytes]:
+            looked_at.append(len(text))
+            return text.split(b"\n")
+
+    monkeypatch.setattr(events, "_LINE_END", Spy())
+    reader = EventReader()
+    assert [reader.feed(b"data: a"), *(reader.feed(b"b" * 100) for _ in range(100))] == [[]] * 101
+    assert reader.feed(b"\n\n") == [Event("", "a" + "b" * 10_000, "")]
+    assert sum(looked_at) < 10_100
+
+
+def test_a_long_line_is_looked_at_once_in_javascript(module: quickjs.Context) -> None:
+    code = """(() => {
+        const [reader, split] = [new EventReader(), String.prototype.split];
+        let lookedAt = 0;
+        String.prototype.split = function (...args) { lookedAt += this.length; return split.apply(this, args); };
+        reader.feed("data: a");
+        for (let place = 0; place < 100; place++) reader.feed("b".repeat(100));
+        const [found] = reader.feed("\\n\\n");
+        String.prototype.split = split;
+        return JSON.stringify([found.data.length, lookedAt < 10100]);
+    })()"""
+    assert json.loads(module.eval(code)) == [10_001, True]
 
 
 def test_fields_of_an_event() -> None:

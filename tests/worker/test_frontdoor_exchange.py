@@ -216,6 +216,13 @@ async def test_an_error_of_the_frontend_is_the_answer(monkeypatch: pytest.Monkey
     assert (status, error["param"], error["message"]) == (400, "messages", "messages: too long")
 
 
+@pytest.mark.parametrize("status", [418, 499, 599])
+async def test_an_error_of_any_status_is_the_answer(status: int) -> None:
+    async with house(answers_error(status, b'{"message": "gone", "code": %d}' % status)) as at:
+        found, error = error_of(await at.ask(post(encoded(FIELDS))))
+    assert (found, error["message"]) == (status, "gone")
+
+
 async def test_a_message_that_streams_lose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.4.2 makes an internal error of it, unless the worker is asked to say it as data."""
     bodies: list[Any] = []

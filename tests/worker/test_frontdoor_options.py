@@ -170,6 +170,8 @@ def test_api_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# of March\nfirst\n\n second \n")
     assert keys_in(str(path), "--api-key-file") == ["first", "second"]
+    path.write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")  # as editors of Windows write it
+    assert keys_in(str(path), "--api-key-file") == ["first", "second"]
     assert keys_in(None, "--api-key-file") == []
     path.write_text("# none\n")
     for wrong in (path, tmp_path / "missing"):

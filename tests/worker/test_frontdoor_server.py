@@ -758,6 +758,38 @@ async def test_an_unread_answer_holds_back_the_frontend_and_is_cut_off() -> None
         writer.close()
 
 
+class Unread(asyncio.Transport):
+    """A connection with so many bytes that its client has not read, each time that it is asked."""
+
+    def __init__(self, *unread: int) -> None:
+        super().__init__()
+        self.unread = list(unread)
+        self.aborted = asyncio.Event()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def write(self, data: Any) -> None:
+        """Take bytes of an answer."""
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread.pop(0)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+async def test_a_client_that_reads_on_gets_its_answer() -> None:
+    async with house(idle_timeout_s=0.01, send_timeout_s=0.01) as at:
+        transport = Unread(100, 60, 60, 30, 30, 30)  # looked at when it begins to wait, and when that is over
+        connection = ClientConnection(at.door)
+        connection.connection_made(transport)
+        connection.data_received(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.wait_for(transport.aborted.wait(), WAIT_S)
+        assert transport.unread == []
+        connection.connection_lost(None)
+
+
 async def test_200_streams_at_a_time() -> None:
     everybody = asyncio.Event()
     arrived = 0

@@ -58,6 +58,12 @@ def written(support: ToolSupport, *messages: Any, choice: Any = None, **fields: 
     return body
 
 
+def test_half_of_a_surrogate_pair_stays_an_escape() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud83d"}'}}
+    message = written(NOTHING, {"role": "assistant", "content": "", "tool_calls": [call]})["messages"][0]
+    assert '{"city": "\\ud83d"}' in message["content"]
+
+
 def test_tools_are_told_in_a_system_message() -> None:
     body = written(NOTHING, USER, tools=[WEATHER], parallel_tool_calls=True)
     system, user = body["messages"]

@@ -8,7 +8,17 @@ import threading
 from typing import Any
 
 import pytest
-from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, USAGE, WAIT_S, chunk_of, event, refuse, says
+from test_frontdoor_exchange import (
+    CHUNKS,
+    STREAM_HEAD,
+    USAGE,
+    WAIT_S,
+    answers_error,
+    chunk_of,
+    event,
+    refuse,
+    says,
+)
 from test_frontdoor_server import Script, chunked, house, post
 
 from worker.frontdoor.exchange import encoded
@@ -146,6 +156,12 @@ async def test_errors_of_the_frontend_are_the_answer(path: str) -> None:
     async with house(refuse) as at:
         status, _, body = whole(await at.ask(message(path=path)))
     assert (status, body["error"]["message"]) == (400, "messages: too long")
+
+
+async def test_a_full_queue_is_an_overload() -> None:
+    async with house(answers_error(529, b'{"message": "the queue is full", "code": 529}')) as at:
+        status, _, body = whole(await at.ask(message()))
+    assert (status, body["error"]["type"]) == (529, "overloaded_error")
 
 
 async def test_tokens_are_counted_by_the_frontend() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from responses_frontend import HELLO, WAIT_S, Slow, refused, served
+from responses_frontend import HELLO, WAIT_S, Answers, Slow, refused, served
 from responses_oracle import check_stream, checked_response
 from test_frontdoor_exchange import refuse
+from test_responses_events import chunk, usage
 
 from worker.frontdoor import bodies
 from worker.frontdoor.responses import service
@@ -114,6 +115,16 @@ async def test_a_background_response_is_streamed_again() -> None:
         later = await client.responses.retrieve(first.response.id, stream=True, starting_after=4)
         assert [each.to_dict() async for each in later] == events[5:]
     assert check_stream(events).to_dict() == final.to_dict()
+
+
+async def test_a_background_response_without_room_says_so() -> None:
+    big = [chunk("stop", content="x" * 2**20), usage()]
+    async with served(Answers(big), response_store_mib=1) as (_, client):
+        stream = await client.responses.create(model="m", input="Hi", background=True, stream=True)
+        events: list[Any] = [each async for each in stream]
+        assert (events[0].response.store, events[-1].response.store) == (True, False)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(events[0].response.id)
 
 
 async def test_a_background_response_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

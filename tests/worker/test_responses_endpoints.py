@@ -181,6 +181,19 @@ async def test_items_are_referred_to_by_their_ids() -> None:
     assert bodies(at)[1]["messages"][0] == {"role": "assistant", "content": "Hello"}
 
 
+async def test_several_things_are_included() -> None:
+    async with served(Answers(HELLO)) as (_, client):
+        response = await client.responses.create(model="m", input="Hi")
+        await client.responses.retrieve(
+            response.id, include=["message.output_text.logprobs", "reasoning.encrypted_content"]
+        )
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.retrieve(
+                response.id, include=["message.output_text.logprobs", "file_search_call.results"]
+            )
+        assert refused(caught.value) == (400, "include")
+
+
 async def test_one_client_cannot_see_another_s_responses() -> None:
     async with served(Answers(HELLO), keys=["k1", "k2"], key="k1") as (at, client), client_of(at, "k2") as other:
         made = await client.responses.create(model="m", input="Hi")
@@ -206,11 +219,12 @@ async def test_without_a_store() -> None:
 
 async def test_a_response_larger_than_the_store_says_so() -> None:
     async with served(Answers([chunk("stop", content="x" * 2**20), usage()]), response_store_mib=1) as (_, client):
-        events = [each async for each in await client.responses.create(model="m", input="Hi", stream=True)]
-        last: Any = events[-1]
-        assert last.response.store is False
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(last.response.id)
+        events: list[Any] = [each async for each in await client.responses.create(model="m", input="Hi", stream=True)]
+        whole = await client.responses.create(model="m", input="Hi")
+        for response in (events[-1].response, whole):
+            assert response.store is False
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(response.id)
 
 
 async def test_tokens_are_those_of_the_prompt() -> None:

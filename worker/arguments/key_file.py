@@ -46,7 +46,7 @@ def keys_in(path: str | None, flag: str) -> list[str]:
     if path is None:
         return []
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"{flag} {path}: {error}") from None
     keys = [line for line in lines if line and not line.startswith("#")]

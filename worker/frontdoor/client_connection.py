@@ -60,6 +60,7 @@ class ClientConnection(WaitingProtocol):
         self._is_half_closed = False  # the client sends no more
         self._holds_back = False  # it has sent enough ahead
         self._paused = False  # it does not keep up
+        self._unsent = 0  # bytes that it had to read when the connection began to wait for it
         self._rewriting: asyncio.Task[None] | None = None
         self._answer: Answer | None = None
         self._probe = AbsenceProbe()
@@ -112,7 +113,7 @@ class ClientConnection(WaitingProtocol):
         self._paused = True
         if self._answer is not None:
             self._answer.pause()
-            self._expect(self._door.options.send_timeout_s)
+            self._expect_reader(self._door.options.send_timeout_s)
 
     def resume_writing(self) -> None:
         self._paused = False
@@ -306,7 +307,7 @@ class ClientConnection(WaitingProtocol):
             self._expect(self._door.options.header_timeout_s)
             self._loop.call_soon(self._advance)  # not deeper into the stack with each of them
         else:
-            self._expect(self._door.options.idle_timeout_s)
+            self._expect_reader(self._door.options.idle_timeout_s)
 
     def refused(self, refused: Refused) -> None:
         """Answer with an error; nothing of the answer has been sent."""
@@ -362,6 +363,11 @@ class ClientConnection(WaitingProtocol):
         """Take no further request; the connection has so long to end."""
         self._answering, self._is_closing = True, True
         self._intake.free_body()
+        self._expect_reader(seconds)
+
+    def _expect_reader(self, seconds: float) -> None:
+        """Wait so long for the client to read, or to send its next request."""
+        self._unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
         self._expect(seconds)
 
     def abort(self) -> None:
@@ -370,9 +376,11 @@ class ClientConnection(WaitingProtocol):
             self._transport.abort()
 
     def _late(self) -> None:
-        """Close the connection, with an error if a request has begun."""
+        """Close the connection unless the client reads, with an error if a request has begun."""
         if self._intake.has_begun and not self._answering:
             self._refuse(Refused(408, "the request took too long to arrive"))
+        elif self._transport is not None and 0 < self._transport.get_write_buffer_size() < self._unsent:
+            self._expect_reader(self._door.options.send_timeout_s)
         else:
             self.abort()
 

@@ -18,6 +18,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+    529: "overloaded_error",
 }
 """Types of errors of Anthropic's API by HTTP status; another 4xx is an invalid request."""
 

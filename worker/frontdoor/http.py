@@ -73,7 +73,7 @@ def answer(
         b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n"
     ) % (
         status,
-        _PHRASES[status],
+        _PHRASES.get(status, b""),
         content_type,
         len(body),
         headers,

@@ -10,17 +10,21 @@ from worker.frontdoor.values import printable
 
 
 def query_of(target: bytes) -> Mapping[str, str]:
-    """The parameters in a request's target, decoded.
+    """The parameters in a request's target, decoded. A list, which has brackets behind its name
+    and occurs once for each entry, has commas between its entries.
 
     Raises:
-        FieldRefused: one occurs twice.
+        FieldRefused: another one occurs twice.
     """
     text = target.partition(b"?")[2].decode("latin-1")
     found: dict[str, str] = {}
     for name, value in parse_qsl(text, keep_blank_values=True):
-        if name in found:
+        if name not in found:
+            found[name] = value
+        elif name.endswith("[]"):
+            found[name] += f",{value}"
+        else:
             raise FieldRefused(printable(name), "occurs twice in the query")
-        found[name] = value
     return found
 
 

@@ -161,12 +161,15 @@ def _named_calls(calls: Any, names: dict[str, str], path: str) -> Iterator[tuple
 
 
 def _arguments(text: Any, path: str) -> dict[str, Any] | str:
-    """The arguments of an earlier call; of one that was cut, the text that there is."""
+    """The arguments of an earlier call; the text that there is of one that was cut, or has an escape
+    of half of a surrogate pair, which only an escape can say.
+    """
     if text is not None and not isinstance(text, str):
         raise FieldRefused(path, f"must be a text, got {shown(text)}")
     try:
         found = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
         found = None
     return found if isinstance(found, dict) else text or ""
 

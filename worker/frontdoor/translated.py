@@ -28,7 +28,7 @@ def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
         return any(fields.get(name) is not None for name in ("prompt_logprobs", "prompt"))
     asks = any(fields.get(name) is not None for name in ("logprobs", "prompt_logprobs"))
     if has_several_prompts(path, fields):
-        asks = asks or len(fields["prompt"]) > MOST_FORWARDED or _has_several_ids(fields)
+        asks = asks or len(fields["prompt"]) > MOST_FORWARDED or _has_several_ids(fields) or _has_data(fields)
     return asks or bool(fields.get("echo")) or is_zero(fields.get("max_tokens"))
 
 
@@ -40,6 +40,15 @@ def _has_several_ids(fields: Mapping[str, Any]) -> bool:
     options = fields.get("stream_options")
     counts = isinstance(options, dict) and options.get("continuous_usage_stats")
     return bool(fields.get("stream")) and not counts
+
+
+def _has_data(fields: Mapping[str, Any]) -> bool:
+    """Whether an answer has data of the worker's, such as a receipt, of which Dynamo's frontend
+    gives that of one prompt alone if the answer is not streamed.
+    """
+    chosen, nvext = fields.get("logits_processors"), fields.get("nvext")
+    has_receipt = isinstance(chosen, dict) and bool(chosen.get("receipt"))
+    return not fields.get("stream") and (has_receipt or bool(isinstance(nvext, dict) and nvext.get("extra_fields")))
 
 
 def has_several_prompts(path: str, fields: Mapping[str, Any]) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
-"""A carriage return at the end of what has arrived may be half of a line end."""
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,22 @@ class EventReader:
     """A parser of ``text/event-stream``."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # pieces of the line that has not ended
+        self._half = b""  # a carriage return at the end of what has arrived: it may be half of a line end
         self._name = ""
         self._data: list[str] = []
         self._comments: list[str] = []
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that end in this piece of the body."""
-        *lines, self._rest = _LINE_END.split(self._rest + piece)
+        text = self._half + piece
+        self._half = b"\r" if text.endswith(b"\r") else b""
+        first, *lines = _LINE_END.split(text.removesuffix(b"\r"))
+        self._rest.append(first)
+        if not lines:
+            return []
+        *lines, rest = b"".join(self._rest), *lines
+        self._rest = [rest]
         return [event for line in lines if (event := self._take(line.decode("utf-8", "replace"))) is not None]
 
     def _take(self, line: str) -> Event | None:

@@ -150,9 +150,11 @@ def _with_object(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        arguments = json.loads(function["arguments"])
+        json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair stays an escape
     except (ValueError, RecursionError):
         return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _template(asked: AskedAnswer, name: str, value: Any) -> None:

@@ -99,6 +99,13 @@ class Answer:
         last = {"type": "error", "code": "response_cancelled", "message": "the response was cancelled", "param": None}
         yield from self._numbered([last])
 
+    def is_not_stored(self, last: Iterable[Event]) -> None:
+        """Say in the response, and in ``last``, its last events, that there is no room for it."""
+        self._response["store"] = False
+        for event in last:
+            if "response" in event:
+                event["response"]["store"] = False
+
     def _end(self, status: str) -> None:
         self._response["status"] = status
         self._response["completed_at"] = int(time.time()) if status == "completed" else None

@@ -92,9 +92,12 @@ class BackgroundRun:
         self._ended()
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Take events, and store the response after the last ones."""
+        """Take events, and store the response with the last ones."""
         taken = list(events)
-        self.events += map(as_sent, taken)
+        sent = [*map(as_sent, taken)]
         if self._generation.answer.is_over:
-            self._generation.keep(taken, self.events if self.keeps_events else ())
+            all_events = [*self.events, *sent] if self.keeps_events else ()
+            if not self._generation.keep(taken, all_events):
+                sent = [*map(as_sent, taken)]  # which now say so
+        self.events += sent
         self._news.set()

@@ -70,19 +70,21 @@ class Generation:
             return self.request.fields
         return {**self.request.fields, "stream_options": {"continuous_usage_stats": True}}
 
-    def keep(self, last: Sequence[Event], events: Sequence[bytes] = ()) -> None:
+    def keep(self, last: Sequence[Event], events: Sequence[bytes] = ()) -> bool:
         """Store the finished response.
 
         Args:
-            last: Events of the end, which say so if there is no room for the response.
+            last: Events of the end.
             events: All events, as they were sent, if the response is to be streamed again.
+
+        Returns:
+            False if there is no room for the response, which it and its last events then say.
         """
         if self.store is None or self.store.put(self.owner, self.answer.response, self.context, events):
-            return
+            return True
         logger.warning("a response is larger than the store of responses, and has not been stored")
-        for event in last:
-            if "response" in event:
-                event["response"]["store"] = False
+        self.answer.is_not_stored(last)
+        return False
 
 
 def as_sent(event: Event) -> bytes:

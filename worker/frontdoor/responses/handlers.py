@@ -226,7 +226,8 @@ def _query(exchange: Exchange, *known: str) -> Mapping[str, str]:
     """The parameters of the query. Raises `FieldRefused` for unknown ones."""
     for name, value in exchange.query.items():
         if name in ("include", "include[]"):
-            kind_at("include", value, INCLUDES)
+            for each in value.split(","):
+                kind_at("include", each, INCLUDES)
         elif name not in known:
             raise FieldRefused(printable(name), "is not a parameter of this path", code="unknown_parameter")
     return exchange.query
