@@ -118,8 +118,6 @@ class RequestServer:
                 self.metrics.watch(self._boundaries)
             digest = digest_of_model(self.arguments)
             info = await self.engine.start()
-            if self._boundaries is not None:
-                self._boundaries.computes(info, self._updated_weights)
             preparation = await Preparation.load(
                 info, self.arguments, digest, registry, make_chains=make_chains, smoke=smoke
             )
@@ -131,6 +129,8 @@ class RequestServer:
         gc.collect()
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         self.reports.open(self.arguments)
+        if self._boundaries is not None:
+            self._boundaries.computes(info, self._updated_weights, preparation.model_digest)
         self.preparation = preparation
         self.kv_load.start(info)
         if self.arguments.keepalive_s and self.arguments.disaggregation_mode != "prefill":
