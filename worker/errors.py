@@ -35,6 +35,12 @@ class RequestFailed(ServingError):
     """
 
 
+class RequestAborted(RequestFailed):
+    """An operator or a trainer has ended this request, and its client gets no token ids that it
+    could go on from.
+    """
+
+
 class Overloaded(ServingError):
     """The queue is full; the request was refused at once and may be retried elsewhere."""
 

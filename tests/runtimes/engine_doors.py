@@ -92,13 +92,21 @@ class ScriptedWorker:
 
     Attributes:
         requests: The requests, in order.
+        instance: Id of its process.
     """
 
     def __init__(self, generate: Generate | None = None, load: int = 0, **told: Any) -> None:
         self.requests: list[wire.GenerateRequest] = []
+        self.instance = "i"
         self._generate = generate or two_tokens
         self._load = load
-        self._told = {"engine_name": ENGINE_NAME, "numerics": "exact", "kv_dtype": "float32", **told}
+        self._told = {
+            "engine_name": ENGINE_NAME,
+            "numerics": "exact",
+            "kv_dtype": "float32",
+            "model_digest": "",
+            **told,
+        }
 
     async def generate(self, request: wire.GenerateRequest, context: Any) -> None:
         self.requests.append(request)
@@ -108,12 +116,14 @@ class ScriptedWorker:
         return wire.HealthResponse(state=wire.HEALTH_STATE_READY)
 
     async def get_load(self, request: Any, context: Any) -> wire.LoadInfo:
-        return wire.LoadInfo(instance_id="i", running_requests=self._load)
+        return wire.LoadInfo(instance_id=self.instance, running_requests=self._load)
 
     async def get_server_info(self, request: Any, context: Any) -> wire.ServerInfo:
-        extra = ParseDict({name: self._told[name] for name in ("numerics", "kv_dtype")}, Struct())
+        extra = ParseDict({name: self._told[name] for name in ("numerics", "kv_dtype", "model_digest")}, Struct())
         name = self._told["engine_name"]
-        return wire.ServerInfo(engine_name=name, instance_id="i", schema_revision=SCHEMA_REVISION, extra=extra)
+        return wire.ServerInfo(
+            engine_name=name, instance_id=self.instance, schema_revision=SCHEMA_REVISION, extra=extra
+        )
 
     async def get_model_info(self, request: Any, context: Any) -> wire.ModelInfo:
         return wire.ModelInfo(served_model_name="tiny", max_context_length=2048)

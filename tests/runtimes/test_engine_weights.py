@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engine_doors import CHAT, HELLO, ScriptedWorker, ask, door, events, finish, token
+from engine_doors import CHAT, HELLO, ScriptedWorker, ask, door, events, finish, refusal, token
 from lora_adapters import write_adapter
 from openengine_workers import running
 from ports import free_port
@@ -125,3 +125,23 @@ async def test_a_worker_with_other_weights_is_passed_over(tiny_model: Path) -> N
     assert "computed_with" in first.requests[0].extra["annotations"]
     for each in others:
         assert each.requests[0].extra["continues"]["weights"] == "new"
+
+
+async def test_an_answer_does_not_go_on_with_another_checkpoint(tiny_model: Path) -> None:
+    """Where it was begun. A worker may have been started again under the same name."""
+    does_begin = True
+
+    async def leaves(request: wire.GenerateRequest, context: Any) -> None:
+        if does_begin:
+            await context.write(token(40))
+        raise Draining("leaving")
+
+    first, other = ScriptedWorker(leaves, model_digest="5f2a"), ScriptedWorker(load=1, model_digest="80c1")
+    async with first.serving() as url, other.serving() as other_url, door(tiny_model, url, other_url) as client:
+        status, error = await refusal(client)
+        assert (status, other.requests) == (503, [])
+        assert "computes the answer as it began: exact, KV of float32, model 5f2a" in error["message"]
+    does_begin = False
+    async with first.serving() as url, other.serving() as other_url, door(tiny_model, url, other_url) as client:
+        assert (await ask(client, messages=HELLO))["choices"][0]["message"]["content"] == "DE"
+        assert len(other.requests) == 1

@@ -14,6 +14,7 @@ from effort import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from nats.aio.client import Client
+from nats.errors import MaxPayloadError
 from nats_workers import running
 from raw_nats import RawNats
 from servers import NatsServer
@@ -157,6 +158,7 @@ MALFORMED: dict[str, tuple[bytes, bytes, bytes | None]] = {
     "a form feed in a subject": (b"dlw.M.1.cancel.a\x0cb", b"", None),
     "the number of another subscription in a subject": (b"dlw.M.1.cancel.a\x0b1", b"_INBOX.a", None),
     "a vertical tab in a reply": (b"dlw.M.1.generate", b"_INBOX.a\x0b9", None),
+    "a reply that fills a line": (b"dlw.M.1.generate", b"_INBOX." + b"a" * 4060, None),
 }
 
 
@@ -246,6 +248,19 @@ async def test_no_message_makes_the_worker_deaf_or_publish_elsewhere(
     assert workers[0]._client.stats["reconnects"] == reconnects
     while any(each.server.engine.num_unfinished() for each in workers):
         await asyncio.sleep(0.005)
+
+
+async def test_headers_count_for_the_size_of_a_message(server: NatsServer) -> None:
+    """The server would close the connection for good, and the worker would leave."""
+    client = await connect(ConnectionOptions(url=url(server, "operator")), "operator")
+    headers = {protocol.KIND: protocol.CHUNK, protocol.SEQUENCE: "0"}
+    most = client.max_payload - len("NATS/1.0\r\nDlw-Kind: chunk\r\nDlw-Seq: 0\r\n\r\n")
+    with pytest.raises(MaxPayloadError):
+        await client.publish("a", b"a" * (most + 1), headers=headers)
+    await client.publish("a", b"a" * most, headers=headers)
+    await client.flush()
+    assert client.is_connected
+    await client.close()
 
 
 async def test_a_refused_request_cannot_touch_the_one_whose_id_it_has(

@@ -15,9 +15,11 @@ import pytest
 from nats.aio.client import Client
 from nats.js.kv import KeyValue
 from nats_workers import connected, running
+from ports import free_port
 from servers import NatsServer
 from test_nats_faults import until_served, worker_process
 
+from worker.engines.weights import ChangesWeights
 from worker.errors import ConfigurationError
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.command import main
@@ -265,6 +267,29 @@ async def test_a_drain_gives_requests_back_without_counting_an_attempt(
         async with running(tiny_model, nats_server.url, "drains", *argv):
             results = await completed(store, record.id)
     assert [each["response"]["body"]["usage"]["completion_tokens"] for each in results] == [400] * 3
+
+
+async def test_what_a_trainer_aborts_is_answered_later(
+    nats_server: NatsServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A pause that aborts ends all in flight: a batch has no client that could go on."""
+    (tmp_path / "keys").write_text("key\n")
+    port = ("--engine-port", str(free_port()), "--engine-key-file", str(tmp_path / "keys"))
+    argv = (*QUICK, *port, "--batch-max-deliver", "1")
+    async with connection(nats_server) as client, running(tiny_model, nats_server.url, "aborts", *argv) as worker:
+        assert isinstance(worker.server.engine, ChangesWeights)
+        weights = worker.server.engine.weights
+        assert weights is not None
+        store = BatchStore(client)
+        record = await store.submit([line("a", prompt=[9, 30], max_tokens=800, ignore_eos=True)], "aborts")
+        while not worker.server.engine.num_unfinished():
+            await asyncio.sleep(0.001)
+        await weights.pause("abort")
+        await weights.resume()
+        (result,) = await completed(store, record.id)
+        aborted = worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": "failed"})
+    assert result["response"]["body"]["usage"]["completion_tokens"] == 800
+    assert aborted == 1
 
 
 async def test_a_request_that_comes_again_while_it_is_answered(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+REPOSITORY = Path(__file__).parents[2]
 PROMPT = [9, 30, 41, 77, 30, 41, 12]
 GREEDY: dict[str, Any] = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 12, "ignore_eos": True}}
 
@@ -201,6 +205,8 @@ async def test_malformed_messages_get_an_error_header(client: WorkerClient, data
 async def test_an_oversized_request_is_the_clients_error(client: WorkerClient) -> None:
     with pytest.raises(RequestError, match="larger than NATS takes, 1048576 bytes") as caught:
         await client.generate(prompt="a" * 2**20)
+    with pytest.raises(RequestError, match="larger than NATS takes"):  # with its headers alone
+        await client.generate(prompt="a" * (2**20 - 32))
     assert caught.value.code == 413
     with pytest.raises(MaxPayloadError):
         await client.connection.publish(client.subjects.generate, b"a" * 2**20 + b"a")
@@ -298,10 +304,26 @@ async def test_two_workers_share_the_queue_group_and_one_leaves(nats_server: Nat
         assert (await client.generate(**GREEDY)).choices[0].finish_reason == "length"
 
 
+async def test_the_launch_script_waits_for_its_own_model(
+    nats_server: NatsServer, worker: NatsWorker, tiny_model: Path
+) -> None:
+    """A worker of another model is at the same server, where there is one already."""
+    script = REPOSITORY / "launch" / "await_nats.py"
+    arguments = ["--runtime", "nats", "--model-path", str(tiny_model), "--served-model-name", "mine"]
+    waiting = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(script), nats_server.url, *arguments),
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    async with running(tiny_model, nats_server.url, "mine"):
+        output, _ = await waiting.communicate()
+    assert output == b"mine\n"
+
+
 async def test_the_program_of_the_page_runs(
     nats_server: NatsServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "nats.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "nats.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     connect, options = WorkerClient.connect, ConnectionOptions(url=nats_server.url)
     monkeypatch.setattr(WorkerClient, "connect", partial(connect, options=options))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from nats.errors import MaxPayloadError
 
-from worker.errors import InvalidRequest
-from worker.runtimes.nats.protocol import END, GONE, KIND, RESUME, SEQUENCE
+from worker.errors import InvalidRequest, RequestFailed
+from worker.runtimes.nats.protocol import END, GONE, HEARTBEAT_S, KIND, RESUME, SEQUENCE
+from worker.runtimes.nats.service import _fail
 from worker.runtimes.nats.stream import ABSENT_S, RESEND_S, STALL_S, AnswerStream
 
 NOBODY = {"Status": "503"}
@@ -137,6 +139,32 @@ async def test_a_message_that_cannot_be_sent_leaves_its_number() -> None:
     await stream.acknowledged({SEQUENCE: "0", KIND: RESUME})
     assert connection.numbers == [0, 1, 0, 1]
     await stream.acknowledged({KIND: GONE})
+    assert stream.is_settled
+
+
+async def test_a_chunk_that_no_message_can_hold_comes_in_parts() -> None:
+    connection = Connection()
+    stream = connection.stream(9)
+    whole = {"token_ids": list(range(20)), "log_probs": [-1.5] * 20, "index": 1, "text": "abc", "finish_reason": "stop"}
+    await stream.send(whole)
+    parts = [json.loads(payload) for _, _, payload in connection.sent]
+    assert connection.numbers == list(range(len(parts)))
+    for key in ("token_ids", "log_probs"):
+        assert [each for part in parts for each in part[key]] == whole[key]
+    assert [part["text"] for part in parts] == [*[""] * (len(parts) - 1), "abc"]
+    assert [index for index, part in enumerate(parts) if "finish_reason" in part] == [len(parts) - 1]
+    assert {part["index"] for part in parts} == {1}
+
+
+async def test_an_end_that_cannot_be_sent_is_silence() -> None:
+    """With heartbeats behind it, its client would wait for ever."""
+    connection = Connection()
+    stream = connection.stream(3)
+    await stream.send({"a": 1})
+    await _fail(stream, RequestFailed("a" * 100))
+    connection.now_s += HEARTBEAT_S
+    await stream.heartbeat()
+    assert connection.numbers == [0]
     assert stream.is_settled
 
 

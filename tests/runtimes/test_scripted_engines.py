@@ -12,11 +12,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import grpc
+import httpx
 import pytest
 import uvloop
-from engine_doors import CHAT, HELLO, ScriptedWorker, ask, door, finish, token
+from engine_doors import CHAT, HELLO, ScriptedWorker, ask, door, finish, token, two_tokens
 
-from worker.errors import Draining, Overloaded, RequestFailed
+from worker.errors import Draining, EngineBroken, Overloaded, RequestFailed
 from worker.frontdoor.openengine.exchange import Engines, Request, answer
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import engine_error
@@ -106,10 +107,41 @@ async def test_an_answer_goes_on_in_workers_of_its_kind_alone(tiny_model: Path) 
 
 
 async def test_a_request_that_ends_workers_is_not_tried_for_ever(tiny_model: Path) -> None:
-    workers = [ScriptedWorker(failing(Draining("leaving"))) for _ in range(6)]
+    workers = [ScriptedWorker(failing(EngineBroken("the step thread died"))) for _ in range(6)]
     status, answer = await scripted(tiny_model, *workers)
     assert (status, sum(len(each.requests) for each in workers)) == (503, 4)
     assert "4 workers have ended with this request" in answer["error"]["message"]
+
+
+async def test_workers_that_leave_in_order_do_not_count(tiny_model: Path) -> None:
+    """A rolling restart may move an answer as often as there are workers."""
+    leaving = [ScriptedWorker(failing(Draining("leaving")), load=load) for load in range(5)]
+    status, answer = await scripted(tiny_model, *leaving, ScriptedWorker(load=9))
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "DE")
+
+
+async def test_an_answer_comes_back_to_a_worker_that_was_replaced(tiny_model: Path) -> None:
+    """A rolling restart of two workers moves it there and back."""
+    clients: list[httpx.AsyncClient] = []
+
+    async def is_replaced(request: wire.GenerateRequest, context: Any) -> None:
+        if len(first.requests) > 1:
+            await two_tokens(request, context)
+            return
+        first.instance = "new"
+        await context.write(token(40))
+        raise Draining("leaving")
+
+    async def leaves(request: wire.GenerateRequest, context: Any) -> None:
+        while (await clients[0].get("/health")).json()["instances"] < 2:
+            await asyncio.sleep(0.02)
+        raise Draining("leaving")
+
+    first, second = ScriptedWorker(is_replaced), ScriptedWorker(leaves, load=1)
+    async with first.serving() as url, second.serving() as other, door(tiny_model, url, other) as client:
+        clients.append(client)
+        answer = await ask(client, messages=HELLO)
+    assert answer["choices"][0]["message"]["content"] == "DDE"
 
 
 async def test_another_engine_is_given_nothing(tiny_model: Path) -> None:

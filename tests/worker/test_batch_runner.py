@@ -32,6 +32,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.engines.weights import ABORTED
 from worker.frontdoor.batches import BatchService, runner, running_batch
 from worker.frontdoor.batches.objects import StoredBatch
 from worker.frontdoor.batches.requests import WINDOWS_S, NewBatch
@@ -280,6 +281,19 @@ async def test_a_request_is_sent_again_where_it_may_help(
         results = await results_of(at, done)
         assert results["a"]["response"]["status_code"] == expected
     assert len(statuses) - len(left) == num_asked
+
+
+async def test_a_line_that_a_trainer_aborts_is_sent_again(tmp_path: Path) -> None:
+    """A pause ends all that is in flight, and a batch has no client that could go on."""
+    aborted = json.dumps({"error": {"message": f"InvalidArgument: {ABORTED}"}}).encode()
+    answers = [(400, aborted)] * 5 + [(200, b"{}")]
+
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        return answers.pop(0)
+
+    async with service(tmp_path, ask) as at:
+        done = await ended(at, await begun(at, jsonl([line("a")])))
+        assert (done.status, done.completed, answers) == ("completed", 1, [])
 
 
 async def test_a_model_that_is_away_is_waited_for(tmp_path: Path) -> None:

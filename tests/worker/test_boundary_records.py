@@ -173,6 +173,29 @@ async def test_answers_do_not_continue_on_other_weights() -> None:
     await first.close()
 
 
+async def test_answers_do_not_continue_in_another_model() -> None:
+    """A worker that was started again under the same name may have loaded another checkpoint."""
+    store, weights = Memory(), {"updated": ""}
+    info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64)
+    first, alike, other, untold = (worker(store) for _ in range(4))
+    for records, model in ((first, "5f2a"), (alike, "5f2a"), (other, "80c1"), (untold, "")):
+        records.computes(info, lambda: weights["updated"], model)
+    record = await first.begin("a", request(1, 2))
+    record.write(7)
+    await record.wait_written()
+    moved = request(1, 2, 5, max_tokens=8)
+    with pytest.raises(InvalidRequest, match=r"cannot go on here: model is '5f2a' on the worker that .* and '80c1' on"):
+        await other.begin("a", moved)
+    for records in (alike, untold):
+        assert (await records.begin("a", moved)).request.generated_token_ids == [5]
+    assert (await other.begin("a", request(1, 2))).request.params.seed == 7  # nothing was generated yet
+    weights["updated"] = "77d0"  # all weights are updated ones, whatever was loaded
+    record.sampled_from("77d0")
+    await record.wait_written()
+    assert (await other.begin("a", moved)).request.generated_token_ids == [5]
+    await first.close()
+
+
 async def test_who_migrates_in_order_is_not_counted() -> None:
     store = Memory()
     for _ in range(5):

@@ -5,7 +5,9 @@ cancelled, drained.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -194,6 +196,19 @@ async def test_an_abort_while_a_grammar_compiles_ends_both(worker: Served, sandb
     chunks = await slow
     assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "cancelled")]
     assert outcomes(engine) == {"cancelled": 1}
+    await build(chains, {"choice": ["after"]})
+    assert (sandbox.num_running, sandbox.counts["cancelled"]) == (0, 1)
+
+
+async def test_a_deadline_passes_while_a_grammar_compiles(worker: Served, sandbox: GrammarSandbox) -> None:
+    """The answer ends then, and the compilation with it."""
+    engine, chains = worker
+    limits = json.dumps({"version": 1, "processors": [], "deadline": time.time() + 0.2})
+    raw = {**guided(SLOW), "annotations": [f"logits_processors:{limits}"]}
+    chunks = await asyncio.wait_for(collect(engine.generate(raw, Context("late"))), 60)
+    assert [(chunk["token_ids"], chunk["finish_reason"]) for chunk in chunks] == [([], "length")]
+    assert outcomes(engine) == {"length": 1}
+    assert len(engine.server.in_flight) == 0
     await build(chains, {"choice": ["after"]})
     assert (sandbox.num_running, sandbox.counts["cancelled"]) == (0, 1)
 

@@ -230,6 +230,22 @@ async def test_contrast_goes_on_with_its_own_draft_model_alone(pool: Pool, model
         await worker.cleanup()
 
 
+async def test_an_answer_does_not_go_on_with_another_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """A worker may have been started again under the same name, with other weights."""
+    worker = make_worker(write_tiny_model(tmp_path / "model", seed=1), tmp_path / "store", "--context-length", "96")
+    await worker.start(1)
+    try:
+        raw = request_of("seeded")
+        whole, record = await pool.ask("other checkpoint", raw)
+        elsewhere = Pool(worker, FileStore(str(tmp_path / "store")))
+        with pytest.raises(
+            exceptions.InvalidArgument, match=r"cannot go on here: model is '\w{32}' on the worker that"
+        ):
+            await elsewhere.take_over("moved", raw, record, whole.token_ids[:5])
+    finally:
+        await worker.cleanup()
+
+
 async def test_the_smoke_test_goes_on(model: Path, tmp_path: Path) -> None:
     worker = make_worker(model, tmp_path, smoke=True)
     await worker.start(1)

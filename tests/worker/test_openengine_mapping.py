@@ -22,8 +22,10 @@ from worker.errors import ConfigurationError, InvalidRequest
 from worker.installation import check_runtime
 from worker.requests.fields import FIELDS as REQUEST_FIELDS
 from worker.requests.request import RequestLimits, parse_request
+from worker.requests.rollout import ROLLOUT
 from worker.runtimes.direct.request import OWN_FIELDS, parse
 from worker.runtimes.openengine import wire
+from worker.runtimes.openengine.answer import MOST_TOKENS, Answer
 from worker.runtimes.openengine.asking import own_name, written
 from worker.runtimes.openengine.errors import LostEvents, UnknownModel, Unsupported
 from worker.runtimes.openengine.kv_events import KvEvents
@@ -289,6 +291,20 @@ def test_the_schema_files_are_what_protoc_makes() -> None:
     script = REPOSITORY / "scripts" / "generate_openengine.py"
     run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
+
+
+def test_an_event_has_no_more_tokens_than_a_client_takes() -> None:
+    """A chunk may have all that a slow client has not taken yet."""
+    request = parse({"token_ids": [1], "text": False}, None)
+    answer = Answer("a", Asked({}, None, 0, 1), request, None, ())
+    count = 2 * MOST_TOKENS + 1
+    chunk = {"index": 0, "token_ids": list(range(count)), "log_probs": [-1.0] * count, "text": "t"}
+    outputs = [event.token for event in answer.events(chunk)]
+    assert [len(each.tokens) for each in outputs] == [MOST_TOKENS, MOST_TOKENS, 1]
+    assert [token.token_id for each in outputs for token in each.tokens] == chunk["token_ids"]
+    assert [each.text for each in outputs] == ["", "", "t"]
+    (output,) = answer.events({**chunk, "engine_data": {ROLLOUT: "{}"}})
+    assert len(output.token.tokens) == count
 
 
 async def test_kv_events_are_kept_for_a_while() -> None:

@@ -24,6 +24,11 @@ MAX_COUNT = 2**53
 MAX_SEED = 2**64 - 1
 MAX_OWNER = 256
 
+_OF = " of "
+"""Stands between the parts of an owner's name. Workers of versions that had no second part take it
+for more of the name, and go on with each other's answers.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
@@ -35,7 +40,8 @@ class Boundary:
         max_tokens: Most tokens of the whole answer.
         min_tokens: Fewest tokens of the whole answer; None if the client did not say.
         seed: Seed of the random numbers, the client's or one that the first worker chose.
-        owner: Name of the last writer: one request in one worker.
+        owner: Name of the last writer: one request in one worker, and the model that it has loaded;
+            see `owner_of`.
         attempts: Workers that have taken the request on and have neither finished nor released it;
             the owner is among them.
         numerics: Numerics that the answer is computed with; see `EngineInfo.made_by`.
@@ -116,14 +122,21 @@ class Boundary:
             and self.begins(request.prompt_token_ids)
         )
 
-    def difference(self, numerics: str, kv_dtype: str, weights: str = "", adapter: str = "") -> str | None:
+    def difference(
+        self, numerics: str, kv_dtype: str, weights: str = "", adapter: str = "", model: str = ""
+    ) -> str | None:
         """Difference of this worker from the one that began the answer; None if there is none.
 
-        Where they differ, the answer would be one that neither of them gives.
+        Where they differ, the answer would be one that neither of them gives. Models are those of
+        weights that no update has changed; a digest of updated ones says all.
         """
         ours = {"numerics": numerics, "kv_dtype": kv_dtype, "weights": weights, "adapter": adapter}
+        theirs = {name: getattr(self, name) for name in ours}
+        begun_with = self.owner.partition(_OF)[2]
+        if model and begun_with and not self.weights:
+            ours["model"], theirs["model"] = model, begun_with
         for name, here in ours.items():
-            if (there := getattr(self, name)) != here:
+            if (there := theirs[name]) != here:
                 return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
         return None
 
@@ -166,6 +179,16 @@ class Boundary:
             raise ValueError(f"{', '.join(texts)} must be short texts")
         if not isinstance(self.is_answered, bool):
             raise ValueError(f"is_answered is {shown(self.is_answered)}")
+
+
+def owner_of(worker: str, model: str) -> str:
+    """Name of an owner.
+
+    Args:
+        worker: Name of one request in one worker.
+        model: Digest of the checkpoint that the worker has loaded, empty if there is none.
+    """
+    return f"{worker}{_OF}{model}" if model else worker
 
 
 def _digest(values: dict[str, Any]) -> str:

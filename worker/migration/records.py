@@ -14,7 +14,7 @@ from itertools import count
 from worker.arguments import Arguments
 from worker.engines import EngineInfo
 from worker.errors import InvalidRequest, PoisonRequest
-from worker.migration.boundary import Boundary, continuation
+from worker.migration.boundary import Boundary, continuation, owner_of
 from worker.migration.boundary_record import BoundaryRecord
 from worker.migration.named_store import make_store
 from worker.migration.record_store import TIMEOUT_S, RecordStore
@@ -51,7 +51,7 @@ class BoundaryRecords:
         self._numbers = count()
         self._live: set[BoundaryRecord] = set()
         self._renewing: asyncio.Task[None] | None = None
-        self._numerics = self._kv_dtype = ""
+        self._numerics = self._kv_dtype = self._model = ""
         self._weights: Callable[[], str] = str
 
     @property
@@ -64,14 +64,15 @@ class BoundaryRecords:
         await self._store.open()
         self._renewing = asyncio.create_task(self._renew_live())
 
-    def computes(self, info: EngineInfo, weights: Callable[[], str] = str) -> None:
+    def computes(self, info: EngineInfo, weights: Callable[[], str] = str, model: str = "") -> None:
         """Note what the engine computes with, once it has started.
 
         Args:
             info: The engine, which has numerics and a KV type.
             weights: Returns `WeightVersion.updated_digest` of its weights now.
+            model: Digest of the checkpoint that it has loaded, empty if there is none.
         """
-        self._numerics, self._kv_dtype, self._weights = info.made_by, info.kv_dtype, weights
+        self._numerics, self._kv_dtype, self._weights, self._model = info.made_by, info.kv_dtype, weights, model
 
     async def begin(self, request_id: str, request: GenerationRequest) -> BoundaryRecord:
         """The record of a request that is about to be served, with the request that it is.
@@ -123,7 +124,7 @@ class BoundaryRecords:
 
     def _continuation(self, request: GenerationRequest, found: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
-        ours = (self._numerics, self._kv_dtype, self._weights(), request.beside_model)
+        ours = (self._numerics, self._kv_dtype, self._weights(), request.beside_model, self._model)
         difference = found.difference(*ours)
         if difference is not None:
             raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")
@@ -137,7 +138,7 @@ class BoundaryRecords:
     def _record(
         self, key: str, request: GenerationRequest, num_crashes: int = 0, previous: Boundary | None = None
     ) -> BoundaryRecord:
-        owner = f"{self._worker}-{next(self._numbers)}"
+        owner = owner_of(f"{self._worker}-{next(self._numbers)}", self._model)
         draft = Boundary.of(request, 0, owner, num_crashes + 1, self._numerics, self._kv_dtype, self._weights())
         answers = self._answering is None
         return BoundaryRecord(self._store, self._live, key, request, draft, previous, answers=answers)

@@ -7,7 +7,7 @@ from typing import Any
 from adapters.vocabulary import ReasoningTokens
 from worker.engines import TokenDelta, TokenLogprob
 from worker.engines.weights import ABORTED
-from worker.errors import RequestFailed
+from worker.errors import RequestAborted, RequestFailed
 from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
 from worker.requests.receipts import CHANNEL, RequestReceipt, sampled_ids
@@ -70,13 +70,14 @@ class ResponseBuilder:
         """The chunk for ``delta``. The caller drops one without tokens, finish or engine data.
 
         Raises:
-            RequestFailed: the engine says that the request failed; or it was aborted, and its
-                client does not get the ids that it could go on from.
+            RequestFailed: the engine says that the request failed.
+            RequestAborted: it was aborted, and its client does not get the ids that it could go on
+                from.
         """
         if delta.finish_reason == "error":
             raise RequestFailed(delta.error or "the engine gave no reason")
         if delta.finish_reason == "abort" and not self._rollout.is_wanted:
-            raise RequestFailed(ABORTED)
+            raise RequestAborted(ABORTED)
         shown = len(delta.token_ids) - self._ends_hidden(delta)
         self.num_generated_tokens += shown
         if delta.num_prompt_tokens is not None:

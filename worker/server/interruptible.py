@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +25,8 @@ def call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *argum
 
 
 class Aborted(Exception):
-    """A request ends before it reaches the engine: its client is gone, or an operator aborts it.
+    """A request ends before it reaches the engine: its client is gone, an operator aborts it, or
+    its deadline has come.
 
     Args:
         finish_reason: Reason for the end of its answer.
@@ -66,6 +68,19 @@ class Interruptible:
         self._reason = self._reason or reason
         self._task.cancel()
         return True
+
+    @contextmanager
+    def until(self, deadline: float | None) -> Iterator[None]:
+        """Interrupt what is under way at a request's deadline, in seconds since 1970."""
+        if deadline is None:
+            yield
+            return
+        left_s = max(0.0, deadline - time.time())
+        timer = self._loop.call_later(left_s, self.interrupt, Aborted("length"))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class InPreparation:

@@ -96,6 +96,11 @@ class Preparation:
             raise
         return cls(info, chains, server, arguments.disaggregation_mode, test, defaults)
 
+    @property
+    def model_digest(self) -> str:
+        """Digest of the checkpoint, empty if it cannot be read."""
+        return self._server.model_digest or ""
+
     def parse(
         self, raw: Mapping[str, Any], metadata: Mapping[str, str], weights: str
     ) -> tuple[GenerationRequest, Selection]:

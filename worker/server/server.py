@@ -16,7 +16,6 @@ from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
 from worker.engines import (
     Collecting,
     EngineInfo,
-    KeepKv,
     KeepsAlive,
     KvPart,
     Measured,
@@ -118,8 +117,6 @@ class RequestServer:
                 self.metrics.watch(self._boundaries)
             digest = digest_of_model(self.arguments)
             info = await self.engine.start()
-            if self._boundaries is not None:
-                self._boundaries.computes(info, self._updated_weights)
             preparation = await Preparation.load(
                 info, self.arguments, digest, registry, make_chains=make_chains, smoke=smoke
             )
@@ -131,6 +128,8 @@ class RequestServer:
         gc.collect()
         gc.freeze()  # model and vocabulary stay; collections that look at them would hold up a step for milliseconds
         self.reports.open(self.arguments)
+        if self._boundaries is not None:
+            self._boundaries.computes(info, self._updated_weights, preparation.model_digest)
         self.preparation = preparation
         self.kv_load.start(info)
         if self.arguments.keepalive_s and self.arguments.disaggregation_mode != "prefill":
@@ -229,9 +228,11 @@ class RequestServer:
         served.entry.processors = [one.name for one in selection.processors if one.name in chains.catalog]
         served.admit(parsed)
         kv: KvPart | None = None
+        # the answer, and its end, are the decode worker's
+        deadline = None if self.disaggregation.only_prefills else selection.deadline
         loop = asyncio.get_running_loop()
         try:
-            with self._preparing.holding(request_id, served.preparing):
+            with self._preparing.holding(request_id, served.preparing), served.preparing.until(deadline):
                 request = await served.read_record(self._boundaries)
                 kv = self.disaggregation.kv_of(request, selection)
                 hints = RequestHints(trace, request.priority, client_of(metadata), request.dp_rank, request.session_id)
@@ -250,11 +251,11 @@ class RequestServer:
         receipt, is_migratable = preparation.receipt(engine_request, selection), self._boundaries is not None
         served.begin(engine_request, selection, receipt, chains, is_migratable=is_migratable)
         deltas = self.engine.generate(engine_request)
-        if selection.deadline is None or isinstance(kv, KeepKv):  # the answer, and its end, are the decode worker's
+        if deadline is None:
             return deltas
-        if isinstance(kv, ReadKv) and selection.deadline <= time.time():  # nobody begins with the deltas
+        if isinstance(kv, ReadKv) and deadline <= time.time():  # nobody begins with the deltas
             self._end_lease(loop, kv, len(request.token_ids))
-        return until(selection.deadline, deltas)
+        return until(deadline, deltas)
 
     def _end_lease(self, loop: asyncio.AbstractEventLoop, kv: ReadKv, num_tokens: int) -> None:
         """Let the prefill worker have the KV back of a request that does not get to the engine."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from worker.engines.weights import ABORTED
 from worker.frontdoor.batches.lines import BadLine, lines_of, request_of
 from worker.frontdoor.batches.objects import Result, StoredBatch, TokenCounts
 from worker.frontdoor.batches.store_thread import StoreThread
@@ -107,7 +108,7 @@ class RunningBatch:
             async with self._turns:  # until the result is kept: a crash repeats no more than have a turn
                 model, status, body = await self._ask_once(place, request_id)
                 num_broken += status in BROKEN
-                if not await self._is_to_repeat(model, status, num_broken):
+                if not (_is_aborted(status, body) or await self._is_to_repeat(model, status, num_broken)):
                     written, counts = await asyncio.to_thread(_kept, body)
                     result = Result(place.number, status, request_id, written)
                     await self._store.do(self._store.batches.add_result, self._batch.id, result, counts)
@@ -140,6 +141,11 @@ class RunningBatch:
             return True
         # the model was served when the batch was validated: its worker is about to come back
         return status == 404 and model not in await self._models()
+
+
+def _is_aborted(status: int, body: bytes) -> bool:
+    """Whether a trainer has ended all requests in flight, to change the weights."""
+    return status >= 400 and ABORTED.encode() in body
 
 
 def _kept(body: bytes) -> tuple[bytes, TokenCounts]:

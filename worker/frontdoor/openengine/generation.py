@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -34,7 +34,9 @@ from worker.runtimes.openengine.errors import DETAILS
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 4
-"""Workers that are asked for one answer: a request that ends each of them must not end all."""
+"""Workers that may end with one request: one that ends each of them must not end all. Those that
+leave in order do not count.
+"""
 
 _STATUS = {
     wire.ERROR_CODE_INVALID_ARGUMENT: 400,
@@ -83,16 +85,17 @@ class Generation:
         Raises:
             Refused: the request is refused, or has failed.
         """
-        left: list[EngineWorker] = []
+        left: list[tuple[EngineWorker, str]] = []  # with the processes that were asked
         num_ended = 0
         refusal: Refused | None = None
         has_ended = False
         while not has_ended:
             try:
-                worker = self.workers.choose(str(self.request.fields["model"]), left, self._kind)
+                without = [each for each, instance in left if each.instance == instance]
+                worker = self.workers.choose(str(self.request.fields["model"]), without, self._kind_to_go_on())
             except Refused as none:
                 raise none if refusal is None else _nowhere(refusal) from None
-            self._kind = worker.kind
+            self._kind, instance = worker.kind, worker.instance
             try:
                 async with worker.generate(self._ask(worker), self.metadata) as events:
                     async for event in events:
@@ -108,16 +111,22 @@ class Generation:
                     refusal = _refused(error, self.request.fields)
                     if path_within(refusal.param or "", "continues") is None:
                         raise refusal from None
-                    left.append(worker)  # it has other weights
+                    left.append((worker, instance))  # it has other weights
                     continue
                 worker.failed(f"UNAVAILABLE: {error.details()}")
-                left.append(worker)
+                left.append((worker, instance))
                 worker.num_left += 1
-                num_ended += 1
+                num_ended += not _is_leaving(error)
                 if num_ended == MOST_WORKERS:
                     problem = f"{num_ended} workers have ended with this request; it is not tried again"
                     raise Refused(503, problem, kind="server_error") from None
                 logger.warning("request %s goes on, at token %d", self.request_id, len(self.token_ids))
+
+    def _kind_to_go_on(self) -> Kind | None:
+        """Kind of the worker that must be asked; None for any, where nothing has been answered."""
+        if self._kind is None or not (self.token_ids or self._has_scores):
+            return None
+        return replace(self._kind, model="") if self.digests.get("weights") else self._kind
 
     def _ask(self, worker: EngineWorker) -> wire.GenerateRequest:
         """The request to the next worker."""
@@ -211,20 +220,34 @@ def _finished(event: wire.GenerateResponse) -> Chunk:
     return chunk
 
 
-def _refused(error: grpc.aio.AioRpcError, fields: Mapping[str, Any]) -> Refused:
-    """The error of a call that ended with a status."""
+def _told(error: grpc.aio.AioRpcError) -> wire.EngineError | None:
+    """The protocol's error with a status, None if there is none."""
     details: Mapping[Any, Any] = dict(error.trailing_metadata() or ())
     found = wire.EngineError()
     if DETAILS in details:
         status = status_pb2.Status.FromString(details[DETAILS])
         if status.details and status.details[0].Unpack(found):
-            return _error(found, fields)
+            return found
+    return None
+
+
+def _is_leaving(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a worker hands its requests on because it was told to leave."""
+    told = _told(error)
+    return told is not None and told.code == wire.ERROR_CODE_DRAINING
+
+
+def _refused(error: grpc.aio.AioRpcError, fields: Mapping[str, Any]) -> Refused:
+    """The error of a call that ended with a status."""
+    told = _told(error)
+    if told is not None:
+        return _error(told, fields)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return _failed("the worker does not take the token of --upstream-token-file")
-    told = f"{error.code().name}: {error.details()}"
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in told:  # gRPC's own, of a message
+    text = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own, of a message
         return Refused(413, f"the request is larger than the worker takes: {error.details()}")
-    return _failed(told)
+    return _failed(text)
 
 
 def _error(error: wire.EngineError, fields: Mapping[str, Any]) -> Refused:

@@ -64,10 +64,18 @@ class Kind:
     Attributes:
         numerics: Numerics of the engine; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
+        model: Digest of the checkpoint that it has loaded, empty where that is not known, or where
+            an update has replaced what was loaded.
     """
 
     numerics: str
     kv_dtype: str
+    model: str = ""
+
+    def goes_on(self, other: Kind) -> bool:
+        """Whether a worker of this kind goes on with an answer of a worker of another one."""
+        same = (self.numerics, self.kv_dtype) == (other.numerics, other.kv_dtype)
+        return same and (self.model == other.model or not (self.model and other.model))
 
 
 class EngineWorker:
@@ -103,6 +111,11 @@ class EngineWorker:
         """Kind of the worker, known once it was ready."""
         assert self._kind is not None, "the worker was ready"
         return self._kind
+
+    @property
+    def instance(self) -> str:
+        """Id of its process; empty while it is not ready."""
+        return self._instance
 
     @property
     def is_ready(self) -> bool:
@@ -182,7 +195,8 @@ class EngineWorker:
         self.model = await self._ask("GetModelInfo", wire.GetModelInfoRequest(), wire.ModelInfo)
         if self.model.supports_lora:
             await self._list_adapters()
-        self._kind = Kind(info.extra["numerics"], info.extra["kv_dtype"])
+        told = dict(info.extra)
+        self._kind = Kind(told["numerics"], told["kv_dtype"], told.get("model_digest", ""))
         self._instance, self.problem = info.instance_id, ""
         logger.info("worker %s serves %s", self.address, self.model.served_model_name)
 
@@ -242,7 +256,7 @@ class Workers:
         if any(each.model is not None for each in self._workers) and not any(w.serves(model) for w in self._workers):
             raise Refused(404, MODEL_NOT_FOUND, "model", code="model_not_found")
         able = [each for each in self.ready if each.serves(model) and each not in without]
-        same = [each for each in able if kind is None or each.kind == kind]
+        same = [each for each in able if kind is None or each.kind.goes_on(kind)]
         if not same:
             raise Refused(503, _no_worker(self._workers, able, kind), kind="server_error")
         self._num_chosen += 1
@@ -263,7 +277,8 @@ class Workers:
 
 def _no_worker(workers: Sequence[EngineWorker], able: Sequence[EngineWorker], kind: Kind | None) -> str:
     if able and kind is not None:
-        return f"no worker that is ready computes the answer as it began: {kind.numerics}, KV of {kind.kv_dtype}"
+        began = f"{kind.numerics}, KV of {kind.kv_dtype}{', model ' * bool(kind.model)}{kind.model}"
+        return f"no worker that is ready computes the answer as it began: {began}"
     problems = {each.problem for each in workers if each.problem}
     return f"no worker is ready{': ' * bool(problems)}{'; '.join(sorted(problems))}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,24 @@ def encoded(data: Any) -> bytes:
         return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(data, separators=(",", ":")).encode()
+
+
+PER_TOKEN = ("token_ids", "log_probs", "top_logprobs")
+"""Keys of a chunk whose values have one entry per token."""
+
+
+def halves(chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two chunks that say the same, with half of the tokens each; none for fewer than two tokens.
+
+    What belongs to no token, the text among it, is in the second one.
+    """
+    half = len(chunk.get("token_ids", ())) // 2
+    if not half:
+        return []
+    lists = {key: chunk[key] for key in PER_TOKEN if key in chunk}
+    text = {"text": ""} if "text" in chunk else {}
+    first = {"index": chunk["index"], **text, **{key: values[:half] for key, values in lists.items()}}
+    return [first, {**chunk, **{key: values[half:] for key, values in lists.items()}}]
 
 
 MAX_DEPTH = 128

@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 LOGGED_EVERY_S = 10.0
 
+MAX_REPLY = 1024
+"""Characters of a reply subject at most. The server takes 4096 for the subjects of a message, of
+which an answer has one more than its request: it would close the connection of a worker for good.
+"""
+
 _SUBJECT = re.compile(rf"{SUBJECT_PART}(\.{SUBJECT_PART})*")
 
 
@@ -47,7 +52,7 @@ class ReplyGuard:
 
     def allows(self, reply: str) -> bool:
         """Whether something may be published to `reply`."""
-        is_subject = _SUBJECT.fullmatch(reply) is not None
+        is_subject = len(reply) <= MAX_REPLY and _SUBJECT.fullmatch(reply) is not None
         return is_subject and reply.startswith(self._prefixes) and not reply.startswith(f"{INBOX}.")
 
     async def subscribe(
@@ -70,7 +75,7 @@ class ReplyGuard:
         if now_s - self._logged_s > LOGGED_EVERY_S:
             self._logged_s = now_s
             logger.warning(
-                "dropped a message to %s with the reply subject %.80r, which begins with none of %s "
+                "dropped a message to %s with the reply subject %.80r, which is too long or begins with none of %s "
                 "(--nats-reply-prefixes); %d so far",
                 message.subject,
                 message.reply,

@@ -193,5 +193,7 @@ def _checked_window(request_id: str, headers: Mapping[str, str]) -> int:
 
 
 async def _fail(stream: AnswerStream, error: ServingError) -> None:
-    with contextlib.suppress(NatsError):  # the client notices by the silence
+    try:
         await stream.fail(error)
+    except NatsError:
+        stream.give_up()  # no heartbeats any more: the client notices by the silence

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from nats.errors import MaxPayloadError
+
 from worker.errors import ServingError
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.protocol import CHUNK, END, ERROR, ERROR_CODE, ERROR_TEXT, HEARTBEAT, KIND, SEQUENCE
@@ -89,8 +91,21 @@ class AnswerStream:
         return self.is_gone or (self.ended and not self._kept)
 
     async def send(self, chunk: Mapping[str, Any]) -> None:
-        """Send a chunk, as soon as the window has room."""
-        await self._put(protocol.encoded(chunk), {KIND: CHUNK})
+        """Send a chunk, as soon as the window has room; where no message can hold it, in halves.
+
+        The engine puts all that a slow client has not taken into one chunk.
+
+        Raises:
+            MaxPayloadError: it is too large with one token.
+        """
+        try:
+            await self._put(protocol.encoded(chunk), {KIND: CHUNK})
+        except MaxPayloadError:
+            halves = protocol.halves(chunk)
+            if not halves:
+                raise
+            for half in halves:
+                await self.send(half)
 
     async def end(self) -> None:
         """Send that the answer is complete."""
@@ -142,7 +157,7 @@ class AnswerStream:
         if now - self._absent_last_s > ABSENT_S:
             self._absent_since_s = None  # messages since then found a listener
         if self._waiting_since_s is not None and now - self._waiting_since_s > STALL_S:
-            self._give_up()
+            self.give_up()
         elif now - self.last_sent_s >= protocol.HEARTBEAT_S and not self.is_settled:
             await self._publish(b"", {KIND: HEARTBEAT, SEQUENCE: str(self._sequence)})
 
@@ -152,7 +167,7 @@ class AnswerStream:
             self._note_absence()
             return
         if headers.get(KIND) == protocol.GONE:
-            self._give_up()
+            self.give_up()
             return
         text = headers.get(SEQUENCE, "")
         if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) > self._sequence:
@@ -173,9 +188,10 @@ class AnswerStream:
         if self._absent_since_s is None:
             self._absent_since_s = now
         if not self._window or now - self._absent_since_s > ABSENT_S:
-            self._give_up()
+            self.give_up()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Send nothing more, and keep nothing: the client has gone, or cannot be told the end."""
         if not self.is_gone:
             self.is_gone = True
             self._kept.clear()

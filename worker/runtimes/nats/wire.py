@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from nats.aio.client import Client
+from nats.errors import MaxPayloadError
 from nats.protocol import parser
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,22 @@ parser.HMSG_RE = re.compile(rb"\AHMSG" + _GAP + _FIELD + _GAP + _FIELD + _GAP + 
 
 
 class TolerantClient(Client):
-    """A client that hands on every message: what cannot be read of it is left out."""
+    """A client that hands on every message: what cannot be read of it is left out. It sends none
+    that the server would close the connection for.
+    """
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Same as nats-py's, which does not count the headers, as the server does: one message that
+        is too large with them would end the connection for good.
+
+        Raises:
+            MaxPayloadError: the message is larger than the server takes.
+        """
+        if headers and len(payload) + _size(headers) > self.max_payload:
+            raise MaxPayloadError
+        await super().publish(subject, payload, reply, headers)
 
     async def _process_headers(self, headers: Any) -> dict[str, str] | None:
         """The headers, None if they are none."""
@@ -43,3 +60,9 @@ class TolerantClient(Client):
         """The message; a byte of a subject that is not UTF-8 becomes U+FFFD."""
         subject, reply = (text.decode(errors="replace").encode() for text in (subject, reply))
         return super()._build_message(sid, subject, reply, data, headers)
+
+
+def _size(headers: Mapping[str, str]) -> int:
+    """Bytes of headers in a message, at most: nats-py strips keys and values."""
+    lines = sum(len(f"{key}: {value}\r\n".encode()) for key, value in headers.items())
+    return len(b"NATS/1.0\r\n\r\n") + lines

@@ -23,6 +23,11 @@ _REASONS = {
     "cancelled": wire.FINISH_REASON_CANCELLED,
 }
 
+MOST_TOKENS = 256
+"""Tokens of one event at most. The engine puts all that a slow client has not taken into one chunk;
+with 100 candidates for each token more would be beyond the 4 MiB that gRPC's clients take.
+"""
+
 Chunk = Mapping[str, Any]
 
 
@@ -64,7 +69,11 @@ class Answer:
         ends = chunk.get("finish_reason") is not None
         rollout = data.get(ROLLOUT, "")
         if chunk["token_ids"] or chunk.get("text") or (rollout and not ends):
-            output = wire.TokenOutput(output_index=chunk["index"], tokens=self._tokens(chunk), text=chunk.get("text"))
+            tokens = list(self._tokens(chunk))
+            while len(tokens) > MOST_TOKENS and not rollout:  # which is told of all of them
+                yield self._event(token=wire.TokenOutput(output_index=chunk["index"], tokens=tokens[:MOST_TOKENS]))
+                del tokens[:MOST_TOKENS]
+            output = wire.TokenOutput(output_index=chunk["index"], tokens=tokens, text=chunk.get("text"))
             yield self._event(token=output, engine_data=rollout, computed_with=data.get(COMPUTED_WITH))
             rollout = ""
         if ends:

@@ -49,8 +49,15 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
             max_batched_tokens=info.max_num_batched_tokens,
             max_loras=None if _serves_adapters(server) else 0,
         ),
-        extra=_struct({**describe(server), "numerics": info.made_by, "kv_dtype": info.kv_dtype}),
+        extra=_struct({**describe(server), **_computed_with(server)}),
     )
+
+
+def _computed_with(server: RequestServer) -> dict[str, str]:
+    """What answers of a worker depend on, and one goes on only where it is the same."""
+    assert server.preparation is not None
+    info, digest = server.info, server.preparation.model_digest
+    return {"numerics": info.made_by, "kv_dtype": info.kv_dtype, "model_digest": digest}
 
 
 def model_info(server: RequestServer) -> wire.ModelInfo:

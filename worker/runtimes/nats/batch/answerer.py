@@ -12,7 +12,16 @@ from typing import Any
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, RequestFailed, ServingError
+from worker.errors import (
+    Draining,
+    EngineBroken,
+    InvalidRequest,
+    Overloaded,
+    RequestAborted,
+    RequestFailed,
+    ServingError,
+)
+from worker.requests.rollout import CUT_OFF
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch import layout, openai
 from worker.runtimes.nats.batch.running import Cancelled, Expired, Returned, RunningRequest
@@ -73,6 +82,9 @@ class BatchAnswerer:
         except TimeoutError as error:
             await self._end(running, error if request.deadline_s is None else Expired())
             return
+        except RequestAborted as error:  # for all requests in flight: another attempt is answered
+            await self._end(running, error)
+            return
         except (InvalidRequest, RequestFailed) as error:
             await self._finish(running, openai.failed_line(request, error), refused=True)
             return
@@ -87,7 +99,7 @@ class BatchAnswerer:
         made_of = layout.request_digest(request.custom_id, request.url, body)
         parsed = running.parsed = await self._messages.parsed(openai.message_of(request.url, body, made_of))
         chunks = [chunk async for chunk in self._messages.chunks(running.id, parsed)]
-        if any(chunk.get("finish_reason") == "cancelled" for chunk in chunks):
+        if any(chunk.get("finish_reason") in CUT_OFF for chunk in chunks):
             raise Returned
         return openai.result_line(request, 200, openai.response_body(request, body, chunks, self._messages.tokenizer))
 
@@ -107,7 +119,7 @@ class BatchAnswerer:
             await self._finish(running, line, refused=True)
         elif isinstance(reason, Cancelled):
             await self._storage.end(message)
-        elif isinstance(reason, (Returned, Draining, EngineBroken, Overloaded)):
+        elif isinstance(reason, (Returned, Draining, EngineBroken, Overloaded, RequestAborted)):
             await self.hand_back(running)
         else:
             with contextlib.suppress(NatsError, OSError):
