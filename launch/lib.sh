@@ -81,9 +81,9 @@ prepare_environment() {
 # Sets worker_python: vLLM's packages do not go together with the frontend's, so its worker has an environment of its own.
 choose_worker_python() {
     worker_python=$python
-    [[ ${ENGINE:-} == vllm ]] || return 0
+    [[ $(given_option --engine ENGINE embedded) == vllm ]] || return 0
     worker_python=$(realpath -s "${DLW_VLLM_VENV:-$repository/.venv-vllm}")/bin/python
-    [[ -x $worker_python ]] || fail "ENGINE=vllm: no Python at $worker_python; run scripts/install --vllm"
+    [[ -x $worker_python ]] || fail "--engine vllm: no Python at $worker_python; run scripts/install --vllm"
 }
 
 # Everything on loopback, no services, and all state in a scratch directory.

@@ -40,8 +40,8 @@ Wanted = Sequence[tuple[str, str]]
 """The path of each grammar in the selection, and the grammar in llguidance's JSON form."""
 
 
-class BeamsRefused(Exception):
-    """A request asks for beam search and for processors."""
+class NotApplied(Exception):
+    """A request asks for processors where vLLM applies none."""
 
 
 class NotCompiled(Exception):
@@ -85,7 +85,7 @@ def check_beams(body: bytes, model: ServedModel) -> None:
         model: The served model.
 
     Raises:
-        BeamsRefused: it asks for beam search, and it or the operator names processors.
+        NotApplied: it asks for beam search, and it or the operator names processors.
         ValueError: it is not JSON, or its selection cannot be honoured.
     """
     data = json.loads(body)
@@ -94,7 +94,32 @@ def check_beams(body: bytes, model: ServedModel) -> None:
     selection = model.policy.apply(selection_of(_extra_args(data).get(SELECTION)), model.catalog)
     if selection.processors:
         names = ", ".join(each.name for each in selection.processors)
-        raise BeamsRefused(f"{BEAMS}: vLLM's beam search applies no processors, and this request has {names}")
+        raise NotApplied(f"{BEAMS}: vLLM's beam search applies no processors, and this request has {names}")
+
+
+def check_place(body: bytes) -> None:
+    """Refuse a selection where vLLM does not look for one: it ignores fields that it does not know.
+
+    Args:
+        body: JSON body of a request to vLLM's server.
+
+    Raises:
+        NotApplied: the selection is a field of the body, or in another object than `_extra_args`.
+        ValueError: it is not JSON.
+    """
+    data = json.loads(body)
+    if not isinstance(data, dict):
+        return
+    params = data.get("sampling_params")
+    places = [("", data, "vllm_xargs")]
+    if isinstance(params, dict):
+        places = [("", data, "sampling_params.extra_args"), ("sampling_params.", params, "extra_args")]
+    for prefix, fields, place in places:
+        objects = [("", fields), *((f"{name}.", value) for name, value in fields.items() if name != place)]
+        for name, found in objects:
+            if isinstance(found, dict) and found.get(SELECTION) is not None:
+                problem = f"vLLM looks for it in {places[0][2]} alone, and would answer without it"
+                raise NotApplied(f"{prefix}{name}{SELECTION}: {problem}")
 
 
 def wait_compiled(wanted: Wanted, model: ServedModel, *, holds_others: bool) -> list[Compiled]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -12,9 +13,9 @@ from typing import Any
 
 from adapters.grammars.sandbox import SandboxUnavailable
 from adapters.processors.grammar import grammar_cache
-from adapters.vllm.grammars import BEAMS, BeamsRefused, NotCompiled, are_slow, check_beams, grammars_in
+from adapters.vllm.grammars import BEAMS, NotApplied, NotCompiled, are_slow, check_beams, check_place, grammars_in
 from adapters.vllm.metrics import publish
-from adapters.vllm.model import model_of
+from adapters.vllm.model import POLICY, model_of
 from adapters.vllm.requests import SELECTION
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class Middleware:
 
     The end of a request's body is held back meanwhile, so that authentication comes first. A
     grammar compiles in this process, and one that takes long in the engine's processes too, where
-    `Extension` is loaded. Admission finds the grammars, or the refusal. Beam search with processors
-    is refused here: admission does not see them there.
+    `Extension` is loaded. Admission finds the grammars, or the refusal. Beam search with them, and
+    processors named where vLLM does not look, are refused here: admission does not see them.
 
     Args:
         app: The application inside.
@@ -55,16 +56,18 @@ class Middleware:
         """Wait until the grammars that a body names are compiled, or refused.
 
         Raises:
-            HTTPException: it asks for beam search with processors.
+            HTTPException: it asks for processors where vLLM applies none.
         """
-        if not any(name.encode() in body for name in (SELECTION, BEAMS)):
+        names_any = any(name.encode() in body for name in (SELECTION, BEAMS))
+        if not names_any and POLICY not in os.environ:
             return
         in_thread = asyncio.get_running_loop().run_in_executor
         try:
             model = await in_thread(self._threads, model_of, engine.vllm_config)
+            await in_thread(self._threads, check_place, body)
             await in_thread(self._threads, check_beams, body, model)
             wanted = await in_thread(self._threads, grammars_in, body, model)
-        except BeamsRefused as error:
+        except NotApplied as error:
             http = importlib.import_module("fastapi")  # of vLLM's server, which answers it as its own refusals
             raise http.HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
         except (ValueError, RecursionError, NotCompiled):

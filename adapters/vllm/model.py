@@ -59,11 +59,12 @@ class ModelFacts:
         ends = (model.try_get_generation_config() or {}).get("eos_token_id")
         if ends is None:
             ends = getattr(model.hf_text_config, "eos_token_id", None)
-        served = model.served_model_name
+        told = () if ends is None else (ends,) if isinstance(ends, int) else ends
+        served, vocab_size = model.served_model_name, model.get_vocab_size()
         return cls(
-            tokenizer=None if model.skip_tokenizer_init else str(model.tokenizer or model.model),
-            vocab_size=model.get_vocab_size(),
-            eos_token_ids=frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends),
+            tokenizer=None if model.skip_tokenizer_init else _directory(model),
+            vocab_size=vocab_size,
+            eos_token_ids=frozenset(each for each in told if 0 <= each < vocab_size),
             name=str(served[0] if isinstance(served, list) else served or model.model),
             reports_processed=str(model.logprobs_mode).startswith("processed"),
             penalises_first=bool(config.use_v2_model_runner),
@@ -178,3 +179,15 @@ def _vocabulary(facts: ModelFacts) -> Vocabulary:
 
 def _names(environ: Mapping[str, str], variable: str) -> list[str]:
     return [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]
+
+
+def _directory(model: Any) -> str:
+    """Directory of the tokenizer of a ``ModelConfig``; the id on the Hugging Face Hub of one that
+    vLLM has downloaded in no revision of its own.
+    """
+    name, revision = str(model.tokenizer or model.model), model.tokenizer_revision
+    if revision is None or os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, revision=revision, local_files_only=True))

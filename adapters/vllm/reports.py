@@ -91,8 +91,8 @@ class Reports:
 
         Args:
             report: Name that the request gave itself.
-            last: Id and position of the answer's last token, behind which no step showed it to the
-                chain; None where a processor ended the request.
+            last: Id and position of the answer's last token, behind which perhaps no step showed it
+                to the chain; None where a processor ended the request.
         """
         with self._lock:
             chain = self._chains.pop(report, None)

@@ -234,11 +234,12 @@ def test_the_engine_is_chosen_by_a_variable(tmp_path: Path) -> None:
         script.assert_nothing_left(children)
 
 
-def test_vllm_needs_its_environment(tmp_path: Path) -> None:
-    with launched(tmp_path, variables={"ENGINE": "vllm", "DLW_VLLM_VENV": "/nowhere"}) as script:
+@pytest.mark.parametrize(("arguments", "variables"), [((), {"ENGINE": "vllm"}), (("--engine", "vllm"), {})])
+def test_vllm_needs_its_environment(tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    with launched(tmp_path, *arguments, variables={**variables, "DLW_VLLM_VENV": "/nowhere"}) as script:
         assert script.finish() == 1
         missing = "no Python at /nowhere/bin/python; run scripts/install --vllm"
-        assert script.output == f"agg: error: ENGINE=vllm: {missing}\n"
+        assert script.output == f"agg: error: --engine vllm: {missing}\n"
 
 
 def test_the_checklist_passes_on_the_stand_in(tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def test_a_chain_that_draws_and_its_receipt(served: Shared) -> None:
     assert record["last_position"] == receipt["prompt_length"] + 9
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_at_a_stop_string_has_a_receipt(served: Shared, stream: bool) -> None:
+    forced = processor("forced_sequence", text="one two three four")
+    reply = chat(served[0], forced, stop=[" three"], max_tokens=40, receipt="debug", stream=stream)
+    assert (reply.content, reply.finish_reason) == ("one two", "stop")
+    receipt = reply.receipts[-1]
+    assert receipt is not None
+    number = receipt["generated_tokens"]
+    assert receipt["processors"][0]["tokens_forced"] == number == len(receipt["tokens"])
+    assert receipt["processors"][0]["last_position"] == receipt["prompt_length"] + number - 1
+
+
 def test_a_third_party_has_a_state_of_its_own_per_request(served: Shared) -> None:
     reply = chat(served[0], processor("acme/one", token_id=49, other=50), max_tokens=12, receipt=True)
     assert reply.token_ids == [49] * 9 + [50] + [49] * 2

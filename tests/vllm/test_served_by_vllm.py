@@ -96,6 +96,14 @@ def test_beam_search_with_processors_is_a_400(client: openai.OpenAI) -> None:
             ask(client, "x", {**extra, "use_beam_search": True}, n=2, temperature=0)
 
 
+@pytest.mark.parametrize("place", ["nvext", "extra_body"])
+def test_processors_that_vllm_would_ignore_are_a_400(client: openai.OpenAI, place: str) -> None:
+    named_here = {"version": 1, "processors": [CHOICE]}
+    for extra in ({"logits_processors": named_here}, {place: {"logits_processors": named_here}}):
+        with pytest.raises(openai.BadRequestError, match=r"logits_processors: vLLM looks for it in vllm_xargs alone"):
+            ask(client, "Yes or no?", extra)
+
+
 def test_the_policy_holds_for_fields_and_plain_requests(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_k"):
         ask(client, "x", {"top_k": 5})

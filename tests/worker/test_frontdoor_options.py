@@ -75,6 +75,7 @@ def test_third_party_processors_are_the_workers() -> None:
     [
         ([], {}, None),
         (["--", "--dyn-tool-call-parser", "hermes"], {}, ToolCallSettings("hermes", frontend_parses=True)),
+        (["--", "--dyn_tool_call_parser=hermes"], {}, ToolCallSettings("hermes", frontend_parses=True)),
         (
             ["--", "--dyn-tool-call-parser=a", "--dyn-tool-call-parser", "phi4"],
             {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -96,6 +96,19 @@ class StrictParser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         flags = [flag for action in self._actions for flag in action.option_strings]
         raise ConfigurationError(message + meant(message, flags))
+
+
+def dashed(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """The arguments, with those that are one of these flags but for underscores spelled as it is:
+    vLLM takes both.
+    """
+    found = []
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        spelled = "--" + name.removeprefix("--").replace("_", "-")
+        is_flag = name.startswith("--") and spelled in flags
+        found.append(spelled + equals + value if is_flag else argument)
+    return found
 
 
 def meant(message: str, flags: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from worker.arguments.contradictions import refuse_contradictions
 from worker.arguments.dynamo import PREFIXES, Layer, Row, rows_for, take_dotted
 from worker.arguments.dynamo.row import ByVariable, ToOption, negation
 from worker.arguments.kubernetes import without_services
-from worker.arguments.option import Option, StrictParser, from_environment
+from worker.arguments.option import Option, StrictParser, dashed, from_environment
 from worker.arguments.table import ENVIRONMENT_PREFIX, OPTIONS, Arguments
 from worker.errors import ConfigurationError
 
@@ -88,6 +88,9 @@ def _from_command_line(rows: Sequence[Row], argv: Sequence[str], engine: str) ->
     """The values, and the arguments that vLLM's own parser has to read."""
     options = [option for option in OPTIONS if engine != "vllm" or option.name not in _VLLMS]
     parser = _parser(options, rows)
+    if engine == "vllm":
+        own = {flag for row in rows for flag in row.spellings}
+        argv = dashed(argv, own | {option.flag for option in options})
     texts, rest = parser.parse_known_args(argv)
     layer = Layer(_BY_NAME)
     by_flag = {flag: row for row in rows for flag in row.flags}

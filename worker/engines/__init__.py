@@ -24,6 +24,7 @@ __all__ = [
     "FinishReason",
     "KeepKv",
     "KeepsAlive",
+    "KeepsReceipts",
     "KvEventSink",
     "KvPart",
     "LocalPrefill",
@@ -347,6 +348,20 @@ class KeepsAlive(Protocol):
 
     def keep_alive(self) -> None:
         """Give an empty delta to each stream that has had none since the last call."""
+
+
+@runtime_checkable
+class KeepsReceipts(Protocol):
+    """An engine whose process has the receipts: of its deltas only the last one has it."""
+
+    async def add_receipt(self, request_id: str, delta: TokenDelta, position: int) -> None:
+        """Add the receipt to a delta with which somebody else ends an unfinished answer.
+
+        Args:
+            request_id: Id of the request; of unknown ones nothing is added.
+            delta: The delta.
+            position: Absolute index of the delta's last token.
+        """
 
 
 class LoadSink(Protocol):

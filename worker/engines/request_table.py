@@ -55,6 +55,10 @@ class RequestTable(Generic[R]):
         """The requests."""
         return list(self._by_id.values())
 
+    def get(self, request_id: str) -> R | None:
+        """The unfinished request of this id, None if there is none."""
+        return self._by_id.get(request_id)
+
     def check(self, request_id: str) -> None:
         """Raises `refusal`, or `InvalidRequest` if the id is in use."""
         if self.refusal is not None:

@@ -14,7 +14,7 @@ from adapters.contract import Scope
 from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.kubernetes import without_services
-from worker.arguments.option import from_environment, option, options_of
+from worker.arguments.option import dashed, from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
@@ -338,7 +338,8 @@ def _of_workers(workers: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     parser = StrictParser(allow_abbrev=False, add_help=False)
     for one in options:
         parser.add_argument(one.flag, dest=one.name, action="append")
-    given = vars(parser.parse_known_args(workers)[0])  # the rest is the workers' alone
+    own = {one.flag for one in options}
+    given = vars(parser.parse_known_args(dashed(workers, own))[0])  # the rest is the workers' alone
     found = {}
     for one in options:
         texts = given[one.name] or []

@@ -9,7 +9,7 @@ from typing import Any
 from adapters.catalog import Selection
 from adapters.vocabulary import byte_index
 from worker.disaggregation.serving import DisaggregatedServing
-from worker.engines import EngineRequest, FinishReason, ReadKv, TokenDelta
+from worker.engines import EngineRequest, FinishReason, KeepsReceipts, ReadKv, TokenDelta
 from worker.errors import Draining, EngineBroken
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests
 from worker.migration.boundary_record import RequestRecord, UnrecordedRequest
@@ -70,6 +70,7 @@ class ServedRequest:
         self._selection = Selection()
         self._builder: ResponseBuilder | None = None
         self._sampled_from = TokenWeights()  # tokens that are withheld among them
+        self._num_tokens = 0  # of prompt and answer, those that are withheld among them
         self._stop_text: StopText | None = None
         self._safe_chunks: SafeChunks[TokenDelta] | None = None
 
@@ -132,6 +133,7 @@ class ServedRequest:
             builder.num_cached_tokens = min(engine_request.kv.num_cached_tokens, builder.num_prompt_tokens)
         self.entry.builder = builder
         self._disaggregation.check_local_prefills(engine_request.kv)
+        self._num_tokens = len(request.token_ids)
         self._in_flight.grow(self._slot, len(request.token_ids))
         self._disaggregation.admit(self._slot, engine_request.kv)
         self._selection, self._builder = selection, builder
@@ -147,9 +149,15 @@ class ServedRequest:
         self._builder = ResponseBuilder(self.record.request, frozenset())
         yield TokenDelta(finish_reason=finish_reason)
 
-    async def take(self, delta: TokenDelta, chains: ServedChainBuilder) -> list[TokenDelta]:
-        """Take a delta of the engine, whose processors ``chains`` count; returns the parts to send
-        now, with tokens that were held back before it, and a failure by itself.
+    async def take(
+        self, delta: TokenDelta, chains: ServedChainBuilder, receipts: KeepsReceipts | None = None
+    ) -> list[TokenDelta]:
+        """Take a delta of the engine, whose processors ``chains`` count, and whose receipt comes
+        from ``receipts`` if the answer ends at a stop string.
+
+        Returns:
+            The parts to send now, with tokens that were held back before it, and a failure by
+            itself.
 
         Raises:
             BoundaryStoreUnavailable: the request's record could not be written.
@@ -165,6 +173,9 @@ class ServedRequest:
         if delta.is_empty:
             return [delta]
         assert self._slot is not None
+        self._num_tokens += len(delta.token_ids)
+        if self.is_complete and delta.receipt is None and receipts is not None:
+            await receipts.add_receipt(self.entry.request_id, delta, self._num_tokens - 1)
         chains.count(delta)
         self.entry.queue_times, self.entry.failure = delta.queue_times, delta.failure
         self._disaggregation.release(self._slot)

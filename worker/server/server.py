@@ -17,6 +17,7 @@ from worker.engines import (
     Collecting,
     EngineInfo,
     KeepsAlive,
+    KeepsReceipts,
     KvPart,
     Measured,
     ReadKv,
@@ -85,6 +86,7 @@ class RequestServer:
         """
         self.engine = engine
         self._changes_weights = engine if isinstance(engine, ChangesWeights) else None  # slow to ask of each request
+        self._keeps_receipts = engine if isinstance(engine, KeepsReceipts) else None
         self.arguments = arguments
         self.in_flight = InFlightRequests()
         self.kv_load = KvLoad(self.in_flight)
@@ -187,7 +189,7 @@ class RequestServer:
                     served.end()
                     return
                 async for delta in deltas:
-                    for part in await served.take(delta, self.chains):
+                    for part in await served.take(delta, self.chains, self._keeps_receipts):
                         chunk = served.chunk(part, shows_empty=shows_empty)
                         if chunk is not None:
                             yield chunk

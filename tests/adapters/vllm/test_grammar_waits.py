@@ -25,7 +25,7 @@ from adapters.grammars.compiler import GrammarRefused
 from adapters.grammars.sandbox import SandboxBusy
 from adapters.processors.grammar import grammar_cache
 from adapters.vllm import admission, grammars, middleware
-from adapters.vllm.grammars import STEP_S, WAIT_S, BeamsRefused, NotCompiled, wait_compiled
+from adapters.vllm.grammars import STEP_S, WAIT_S, NotApplied, NotCompiled, wait_compiled
 from adapters.vllm.middleware import Middleware, _Held
 from adapters.vllm.model import ServedModel
 from adapters.vllm.requests import selection_of
@@ -262,12 +262,71 @@ def test_beam_search_with_processors_is_refused(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(
+    ("path", "place", "body"),
+    [
+        ("logits_processors", "vllm_xargs", {"logits_processors": {}}),
+        ("nvext.logits_processors", "vllm_xargs", {"nvext": {"logits_processors": {}}}),
+        ("extra_args.logits_processors", "vllm_xargs", {"vllm_xargs": {}, "extra_args": {"logits_processors": "{}"}}),
+        (
+            "vllm_xargs.logits_processors",
+            "sampling_params.extra_args",
+            {"sampling_params": {}, "vllm_xargs": {"logits_processors": "{}"}},
+        ),
+        (
+            "sampling_params.logits_processors",
+            "sampling_params.extra_args",
+            {"sampling_params": {"logits_processors": {}}},
+        ),
+    ],
+)
+def test_a_selection_that_vllm_ignores_is_refused(
+    model: ServedModel,
+    compiling: list[Future[Compiled]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    place: str,
+    body: dict[str, Any],
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=HTTPException))
+
+    async def story() -> None:
+        server = Server()
+        with pytest.raises(HTTPException) as refused:
+            await server.ask(body_of(json.dumps(body).encode()))
+        assert refused.value.args[1] == f"{path}: vLLM looks for it in {place} alone, and would answer without it"
+        text = json.dumps({"prompt": "logits_processors", "logits_processors": None}).encode()
+        await server.ask(body_of(text))
+        assert server.bodies == [text]
+
+    asyncio.run(story())
+
+
+def test_a_plain_request_waits_for_the_operators_grammar(
+    model: ServedModel, compiling: list[Future[Compiled]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (requested,) = selection_of(SELECTED).processors
+    strict = replace(model, policy=ModelPolicy(mandatory=(requested,)))
+    monkeypatch.setattr(middleware, "model_of", lambda config: strict)
+    monkeypatch.setenv("DLW_PROCESSOR_POLICY", "policy.yaml")
+
+    async def story() -> None:
+        server = Server()
+        waiting = server.ask(body_of(b"{}"))
+        await until(lambda: compiling)
+        compiling[0].set_result(compiled(2 * FAST_S))
+        await waiting
+        assert server.engine.asked[0][0] in strict.prepared
+
+    asyncio.run(story())
+
+
 def test_beam_search_is_refused_where_the_operator_asks(model: ServedModel) -> None:
     mandatory = Requested("banned_tokens", {"token_ids": [9]}, origin="mandatory")
     strict = replace(model, policy=ModelPolicy(mandatory=(mandatory,)))
     body = json.dumps({"use_beam_search": True}).encode()
     grammars.check_beams(body, model)
-    with pytest.raises(BeamsRefused, match="banned_tokens"):
+    with pytest.raises(NotApplied, match="banned_tokens"):
         grammars.check_beams(body, strict)
 
 

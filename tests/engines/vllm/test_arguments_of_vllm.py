@@ -72,6 +72,18 @@ def test_options_become_vllms_arguments(tmp_path: Path) -> None:
     assert arguments == {"model": "/m", "generation_config": "vllm", "max_num_seqs": 7, **OWN}
 
 
+def test_underscores_are_dashes_in_the_workers_flags() -> None:
+    """As in all of vLLM's, of which some are the worker's, too; other engines know dashes alone."""
+    argv = ["--model_path=/m_1", "--served_model_name", "a_b", "--max_num_seqs", "7", "--kv-block_size", "32"]
+    made = parse_arguments(["--engine", "vllm", *argv], {})
+    assert (made.model_path, made.served_model_name, made.max_num_seqs, made.kv_block_size) == ("/m_1", "a_b", 7, 32)
+    assert made.engine_flags == ()
+    with pytest.raises(
+        ConfigurationError, match=r"unrecognized arguments: --model_path=/m_1 .*did you mean --model-path"
+    ):
+        parse_arguments(argv, {})
+
+
 def test_a_cpu_s_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would take most of the machine's memory."""
     known = {*package().engine_fields, "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}

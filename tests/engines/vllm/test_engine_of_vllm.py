@@ -110,6 +110,24 @@ async def test_processors_edit_tokens_and_receipts_count_each() -> None:
     assert found.engine_data["logits_processors"]["prompt_length"] == 3  # type: ignore[index]
 
 
+@pytest.mark.parametrize("max_tokens", [2, 50])
+async def test_an_answer_that_the_worker_ends_has_its_receipt(max_tokens: int) -> None:
+    """At a stop string, which vLLM does not see: it goes on, or has ended by then."""
+    async with running() as (engine, _):
+        forced = one(ForcedPrefix, token_ids=[40, 41, 42])
+        stream = engine.generate(request(forced, receipt=True, max_tokens=max_tokens))
+        first = await anext(stream)
+        await asyncio.sleep(0.05)
+        await engine.add_receipt("r", first, len(PROMPT))
+        assert first.receipt is not None
+        assert [record.tokens_forced for record in first.receipt.before(len(PROMPT) + 1).records] == [1]
+        assert first.engine_data is not None
+        await stream.aclose()
+        await engine.add_receipt("r", first, len(PROMPT))
+        await asyncio.gather(*engine._drops)
+        assert not REPORTS._chains
+
+
 async def test_a_seed_fixes_the_tokens_of_each_choice() -> None:
     async def ask(engine: VllmEngine, seed: int, choice: int = 0) -> list[int]:
         params = SamplingParams(max_tokens=8, temperature=1.0, seed=seed)

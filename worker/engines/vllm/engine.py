@@ -15,7 +15,6 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Metric
 
-from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.requests import REPORT
 from worker.engines import EngineInfo, EngineLoad, EngineRequest, KeepKv, KvEventSink, TokenDelta
@@ -258,6 +257,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         params, name = request.params, f"{request.id}-{next(self._numbers)}"
         carried = shipped(native, name, self._served.eos_token_ids)
         running.report = None if carried is None else name
+        running.chain = native.chain
         extra: dict[str, Any] = {} if carried is None else {SHIPPED: tuple(carried), REPORT: name}
         if running.pulls is not None:
             extra[PARAMS] = dict(running.pulls)
@@ -279,9 +279,10 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                 running.name_weights(delta, self.weights, len(request.generated_token_ids))
                 if images:
                     delta.num_prompt_tokens = len(output.prompt_token_ids) - len(request.generated_token_ids)
-                if carried is not None and native.chain is not None:
-                    end = len(request.token_ids) + reader.num_sent
-                    await self._confirm(running, delta, output.outputs[0].token_ids, end, native.chain, carried)
+                    running.num_added = len(output.prompt_token_ids) - len(request.token_ids)
+                if carried is not None:
+                    end = len(request.token_ids) + running.num_added + reader.num_sent
+                    await self._confirm(running, delta, output.outputs[0].token_ids, end, carried)
                 running.put(delta)
                 if running.done and not output.finished:  # an end that vLLM does not know of: it frees the request
                     return True
@@ -323,7 +324,6 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         delta: TokenDelta,
         sampled: Sequence[int],
         end: int,
-        chain: ProcessorChain,
         carried: Shipped,
     ) -> None:
         """Complete a delta of a request with a chain; one that fails forces its end token.
@@ -333,7 +333,6 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             delta: The delta.
             sampled: Tokens of the delta, hidden ones too.
             end: Number of tokens by now, prompt and answer.
-            chain: The worker's copy of the chain.
             carried: The record that vLLM's process was given.
         """
         assert self._reports is not None
@@ -343,14 +342,23 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         if delta.finish_reason is None and failure is None:
             return
         last = (sampled[-1], end - 1) if sampled and failure is None else None
-        delta.receipt = await self._reports.receipt(carried.report, last) or chain.receipt
-        running.note_mode(delta.receipt)
+        running.note_receipt(delta, await self._reports.receipt(carried.report, last))
         if failure is not None:
             delta.token_ids, delta.logprobs, delta.end_logprobs = [], None, None
             delta.finish_reason, delta.stop_reason = "error", None
             delta.failure, delta.error = failure, str(failure)
-        if chain.wants_receipt:
-            delta.engine_data = {"logits_processors": delta.receipt.as_json()}
+
+    async def add_receipt(self, request_id: str, delta: TokenDelta, position: int) -> None:
+        """See `worker.engines.KeepsReceipts.add_receipt`."""
+        running = self._requests.get(request_id)
+        if running is None or running.report is None or not delta.token_ids:
+            return
+        assert self._reports is not None
+        assert self._package is not None
+        last = delta.token_ids[-1], position + running.num_added
+        with contextlib.suppress(self._package.dead_error):  # noticed elsewhere, and the answer is complete
+            found = running.receipt or await self._reports.receipt(running.report, last)
+            running.note_receipt(delta, running.receipt or found)  # the engine may have ended it meanwhile
 
     def _drop_report(self, report: str) -> None:
         """Let vLLM's process forget the chain of a request that was aborted."""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.chain import Mode, Receipt
+from adapters.chain import Mode, ProcessorChain, Receipt
 from worker.engines import FinishReason, TokenDelta
 from worker.engines.delta_stream import DeltaStream
 from worker.engines.weights import UpdatesWeights, WeightVersion
@@ -21,8 +21,12 @@ class RunningRequest(DeltaStream):
         request_id: The worker's id.
         task: Task that reads the engine's outputs; when it is cancelled, vLLM frees the request.
         report: Name of its failure and receipt in the engine's process, None without a chain.
+        chain: The worker's copy of the chain, whose receipt counts for one that the engine never
+            began; None without one.
+        receipt: The whole answer's receipt, None until vLLM has ended it.
         pulls: vLLM's parameters of the KV transfer that the engine waits for, None if it waits for
             none.
+        num_added: Tokens that the prompt has in vLLM beyond those of the request: of its pictures.
         num_named: Tokens so far whose weights are named.
         weights: Version of the newest of them; None where weights do not change.
         mode: Mode for its receipts, which says where the prompt was computed; None on an aggregated
@@ -32,8 +36,11 @@ class RunningRequest(DeltaStream):
     request_id: str
     task: asyncio.Task[None] | None = None
     report: str | None = None
+    chain: ProcessorChain | None = None
+    receipt: Receipt | None = None
     pulls: dict[str, Any] | None = None
     mode: Mode | None = None
+    num_added: int = 0
     num_named: int = 0
     weights: WeightVersion | None = None
 
@@ -50,10 +57,20 @@ class RunningRequest(DeltaStream):
             delta.weights.append((num_before + self.num_named, self.weights))
         self.num_named += len(delta.token_ids)
 
-    def note_mode(self, receipt: Receipt) -> None:
-        """Say in a receipt where the prompt was computed, unless the request was migrated."""
-        if self.mode is not None and receipt.mode != "migrated":
-            receipt.mode = self.mode
+    def note_receipt(self, delta: TokenDelta, found: Receipt | None) -> None:
+        """Give the last delta its receipt, which says where the prompt was computed, unless the
+        request was migrated.
+
+        Args:
+            delta: The delta.
+            found: The receipt of the engine's process, None if the chain never began there.
+        """
+        assert self.chain is not None
+        self.receipt = delta.receipt = found or self.chain.receipt
+        if self.mode is not None and delta.receipt.mode != "migrated":
+            delta.receipt.mode = self.mode
+        if self.chain.wants_receipt:
+            delta.engine_data = {"logits_processors": delta.receipt.as_json()}
 
     def abort(self, reason: FinishReason = "cancelled") -> None:
         """End the stream for this reason, and free the request in vLLM."""
