@@ -381,7 +381,7 @@ def test_what_asks_for_nothing_is_taken_out(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, expected",
+    ("options", "expected"),
     [
         ({}, None),
         ({"include_usage": None, "continuous_usage_stats": None}, None),
@@ -390,7 +390,7 @@ def test_what_asks_for_nothing_is_taken_out(name: str) -> None:
     ],
 )
 def test_options_of_a_stream_are_written_out(options: dict[str, Any], expected: dict[str, Any] | None) -> None:
-    """The frontend reads neither null nor options without `include_usage`, which OpenAI's API does."""
+    """The frontend reads no null, and no options without `include_usage`; OpenAI's API does."""
     assert sent(CHAT, stream=True, stream_options=options).get("stream_options") == expected
 
 

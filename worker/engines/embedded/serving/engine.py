@@ -222,7 +222,7 @@ class EmbeddedEngine:
         return info
 
     async def _loaded(self) -> tuple[Stepper, EngineInfo]:
-        """What `load` returns, from a thread that a process which is told to stop does not wait for."""
+        """The stepper and its description; the thread that loads it holds up no process's end."""
         loading = in_daemon_thread("load", lambda: self._load(self.config, self._injected_model))
         self._loading = asyncio.wrap_future(loading)
         try:
@@ -235,7 +235,7 @@ class EmbeddedEngine:
             self._loading = None
 
     def stop_loading(self) -> None:
-        """See `worker.engines.StopsLoading`; the thread that loads goes on, with nobody to wait for it."""
+        """See `worker.engines.StopsLoading`; the thread that loads goes on, and nobody waits for it."""
         if self._loading is not None:
             self._is_told_to_stop = True
             self._loading.cancel()
