@@ -235,7 +235,7 @@ class EmbeddedEngine:
             self._loading = None
 
     def stop_loading(self) -> None:
-        """See `worker.engines.StopsLoading`; the thread that loads goes on, and nobody waits for it."""
+        """See `worker.engines.StopsLoading`; nobody waits for the thread that loads."""
         if self._loading is not None:
             self._is_told_to_stop = True
             self._loading.cancel()
