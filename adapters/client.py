@@ -38,7 +38,7 @@ def from_openai_logit_bias(logit_bias: Mapping[str, float] | Mapping[int, float]
             raise ValueError(f"logit_bias: expected token ids as keys, got {token_id!r}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise ValueError(f"logit_bias[{token_id}]: expected a number between -100 and 100, got {value!r}")
-        number = str(int(text))
+        number = text.lstrip("0") or "0"
         if number in bias:
             raise ValueError(f"logit_bias: the token id {number} occurs twice")
         bias[number] = value

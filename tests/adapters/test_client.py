@@ -56,6 +56,9 @@ def test_other_fields_of_nvext_are_kept() -> None:
 def test_openai_logit_bias_becomes_a_processor() -> None:
     for bias in ({"7": 5, "9": -100}, {7: 5, 9: -100}):
         assert from_openai_logit_bias(bias) == processor("logit_bias", bias={"7": 5, "9": -100})
+    assert from_openai_logit_bias({"007": 1, "00": 2}) == processor("logit_bias", bias={"7": 1, "0": 2})
+    long = "9" * 5000  # more digits than Python reads as a number: whoever knows the vocabulary refuses it
+    assert from_openai_logit_bias({long: 1}) == processor("logit_bias", bias={long: 1})
 
 
 @pytest.mark.parametrize(

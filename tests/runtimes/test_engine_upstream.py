@@ -166,6 +166,15 @@ async def test_errors_name_the_client_s_field(
     assert error["message"].startswith(f"{param}: ")
 
 
+@pytest.mark.parametrize("headers", [{"content-type": "text/plain"}, {}])
+@pytest.mark.parametrize("num_choices", [1, 2])
+@in_module_loop
+async def test_a_body_of_another_type_is_refused(served: Served, num_choices: int, headers: dict[str, str]) -> None:
+    body = json.dumps({"model": "tiny", "messages": HELLO, "n": num_choices})
+    answer = await served[1].post(CHAT, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
+
+
 @in_module_loop
 async def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
     worker, client = served

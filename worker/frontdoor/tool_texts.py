@@ -161,8 +161,8 @@ def _named_calls(calls: Any, names: dict[str, str], path: str) -> Iterator[tuple
 
 
 def _arguments(text: Any, path: str) -> dict[str, Any] | str:
-    """The arguments of an earlier call; the text that there is of one that was cut, or has half of
-    a surrogate pair, which only an escape can say.
+    """The arguments of an earlier call; of one that was cut, or that has half of a surrogate pair,
+    which only an escape can say, the text that there is.
     """
     if text is not None and not isinstance(text, str):
         raise FieldRefused(path, f"must be a text, got {shown(text)}")

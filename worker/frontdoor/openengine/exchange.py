@@ -118,6 +118,8 @@ class _Answering:
 
     async def generate(self) -> None:
         """Answer a chat or a completion. Raises `Refused`, with the field of the body."""
+        if not self._request.headers.get(b"content-type", b"").lower().startswith(b"application/json"):
+            raise Refused(415, "the body must have the content type application/json", "content-type")
         body: Mapping[str, Any] = {}
         try:
             body = json.loads(self._request.body)
