@@ -60,7 +60,9 @@ async def test_without_a_key_nothing_is_told(trainer: Trainer, key: str | None) 
 
 async def test_paths_and_methods(trainer: Trainer) -> None:
     assert (await trainer.ask("/engine/get_weight_version", method="GET", key="another"))[0] == 200
-    assert (await trainer.ask("/engine/pause", method="GET"))[0] == 405
+    for method in ("GET", "PUT", "DELETE"):
+        status, answer = await trainer.ask("/engine/pause", method=method)
+        assert (status, answer["message"]) == (405, "/engine/pause must be asked by POST")
     status, answer = await trainer.ask("/engine/set_weights")
     assert status == 404
     assert "update_weights_from_disk" in answer["message"]
@@ -119,6 +121,14 @@ async def test_an_update(trainer: Trainer, models: list[Path], tmp_path: Path, h
     await trainer.tell("update_weights_from_disk", model_path=str(models[0]), **primes)
     await trainer.tell("resume_generation")
     assert (await trainer.generate(20)).token_ids == first.token_ids
+
+
+async def test_a_version_that_is_named_like_its_number_is_declared(trainer: Trainer) -> None:
+    number = (await trainer.tell("get_weight_version"))["number"]
+    for query, expected in (({"weight_version": str(number + 1)}, True), ({}, False)):
+        _, told = await trainer.give({NORM: torch.ones(64)}, **query)
+        assert told["version_declared"] is expected
+    assert told["version"] == str(number + 2)
 
 
 async def test_equal_weights_have_equal_digests(trainer: Trainer, models: list[Path]) -> None:
@@ -211,6 +221,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "infinite": ({NORM: torch.full((64,), -float("inf"))}, f"tensor {NORM}: holds a number that is infinite"),
     "large": ({NORM: torch.full((64,), 1e300, dtype=torch.float64)}, "holds 1e+300, which float32 cannot"),
     "type": ({NORM: torch.ones(64, dtype=torch.int32)}, f"tensor {NORM} must be of type F32, F16, BF16, F64, got I32"),
+    "bytes": ({NORM: torch.ones(64, dtype=torch.int8)}, f"tensor {NORM} must be of type F32, F16, BF16, F64, got I8"),
     "none": ({}, "the update has no tensors"),
 }
 
@@ -305,6 +316,24 @@ async def test_a_pause_keeps_and_holds(trainer: Trainer) -> None:
     assert not later.done()
     assert (await trainer.tell("resume_generation"))["state"] == "serving"
     assert len((await task).token_ids) == 400
+    assert len((await later).token_ids) == 5
+
+
+async def test_what_a_pause_has_kept_finishes_in_the_next(trainer: Trainer) -> None:
+    """So no answer mixes two versions: what came meanwhile waits for the new ones."""
+    growing = Generated()
+    task = asyncio.create_task(trainer.generate(300, growing))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="keep")
+    later = asyncio.create_task(trainer.generate(5))
+    while trainer.worker.server.engine.num_unfinished() < 2:
+        await asyncio.sleep(0.001)
+    assert (await trainer.tell("pause", mode="finish"))["state"] == "paused"
+    assert len((await task).token_ids) == 300
+    await asyncio.sleep(0.05)
+    assert not later.done()
+    await trainer.tell("resume")
     assert len((await later).token_ids) == 5
 
 

@@ -20,7 +20,7 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.returned_tokens import Returned, ReturnedData, join_returned, joined_nvext
 from worker.frontdoor.rollouts import inference_request, sglang_request
-from worker.frontdoor.rollouts.generation import spans
+from worker.frontdoor.rollouts.generation import Generated, spans
 from worker.frontdoor.translated import is_translated
 from worker.requests.request import RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
@@ -215,3 +215,24 @@ def test_weight_versions_in_vllms_form() -> None:
         {"version": "7", "start": 4, "end": 9},
     ]
     assert spans([], 9) == []
+
+
+def test_versions_of_an_answer_that_another_worker_goes_on_with() -> None:
+    """It names those of its own tokens alone; one worker names all of its own in each chunk."""
+    six, seven = {"version": "6", "from_token": 0}, {"version": "7", "from_token": 4}
+    for chunks, expected in (
+        ([[six], [six, seven]], [six, seven]),
+        ([[six], [seven]], [six, seven]),
+        ([[six], [{"version": "6", "from_token": 9}]], [six]),
+        ([[six, seven], [{"version": "7", "from_token": 9}, {"version": "8", "from_token": 12}]], None),
+        ([[six, {"version": "7", "from_token": 2}], [six]], [six]),
+        ([[six], None], [six]),
+    ):
+        generated, nvext = Generated(), None
+        for versions in chunks:
+            data = {"other": 1} if versions is None else {"weight_versions": versions}
+            generated.take({"nvext": {"engine_data": data}}, {"text": ""})
+            nvext = joined_nvext(nvext, {"engine_data": data})
+        assert generated.weight_versions == (expected or [six, seven, {"version": "8", "from_token": 12}])
+        assert nvext is not None
+        assert nvext["engine_data"]["weight_versions"] == generated.weight_versions

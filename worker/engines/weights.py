@@ -46,11 +46,13 @@ class WeightVersion:
         digest: 128 bits over the base model and every tensor given since, as hexadecimal digits:
             equal on two workers if and only if they compute with the same weights. Empty where the
             base model has no digest.
+        is_named: Whether the trainer gave `name`.
     """
 
     number: int = 0
     name: str = "0"
     digest: str = ""
+    is_named: bool = False
 
     @property
     def updated_digest(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from worker.frontdoor.nvext import taken_entries, with_annotations, with_engine_
 from worker.frontdoor.values import shown
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
+from worker.requests.token_weights import WEIGHTS
 from worker.sampling import LOGPROBS_MODES
 
 COMPLETION_TOKEN_IDS = "completion_token_ids"
@@ -170,7 +171,8 @@ def join_returned(choice: dict[str, Any], delta: Mapping[str, Any]) -> None:
 
 
 def joined_nvext(so_far: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """``nvext`` of two chunks of a choice: the ids of both, of the rest the later.
+    """``nvext`` of two chunks of a choice: the ids of both, of the rest the later; the versions
+    of the weights of both where another worker has gone on.
 
     Args:
         so_far: The result for the chunks before, whose list grows; None for the first chunk.
@@ -181,4 +183,24 @@ def joined_nvext(so_far: Mapping[str, Any] | None, more: Mapping[str, Any]) -> d
     if COMPLETION_TOKEN_IDS in joined:
         joined[COMPLETION_TOKEN_IDS] = earlier.get(COMPLETION_TOKEN_IDS, [])
         joined[COMPLETION_TOKEN_IDS].extend(more.get(COMPLETION_TOKEN_IDS, ()))
+    data = joined.get("engine_data")
+    versions = joined_versions(*((one.get("engine_data") or {}).get(WEIGHTS) or [] for one in (earlier, more)))
+    if data and versions:
+        joined["engine_data"] = {**data, WEIGHTS: versions}
     return joined
+
+
+def joined_versions(
+    earlier: Sequence[Mapping[str, Any]], later: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The versions of an answer's weights; one that goes on names its own tokens' alone.
+
+    Args:
+        earlier: Those of a chunk, as in docs/weights.md; empty for none.
+        later: Those of a later one.
+    """
+    if not later:
+        return list(earlier)
+    before = [one for one in earlier if one["from_token"] < later[0]["from_token"]]
+    goes_on = before and before[-1]["version"] == later[0]["version"]
+    return [*before, *(later[1:] if goes_on else later)]

@@ -153,6 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer any request."""
         self._serve()
 
+    do_DELETE = do_HEAD = do_OPTIONS = do_PATCH = do_PUT = do_POST  # noqa: N815  # http.server's names
+    """Methods that no route has."""
+
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the engine logs what changes."""
 
@@ -185,8 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
         url, routes = urlsplit(self.path), self.port.routes
         name, route = self.port.route_at(url.path)
         is_read = url.path in self.port.of_sglang.reads or (url.path == PREFIX + name and name in routes.READS)
-        if self.command == "GET" and not is_read:
-            raise Refused(405, f"{url.path} must be asked by POST")
+        if self.command != "POST" and not (self.command == "GET" and is_read):
+            raise Refused(405, f"{url.path} must be asked by POST{' or GET' if is_read else ''}")
         query = parse_qsl(url.query, keep_blank_values=True)
         if len(dict(query)) < len(query):
             raise Refused(400, "query: a field is there twice")
@@ -279,7 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 def _as_bytes(key: str) -> bytes:

@@ -185,7 +185,7 @@ class EngineRoutes:
         version = weights.weight_version
         return {
             "version": version.name,
-            "version_declared": version.name != str(version.number),
+            "version_declared": version.is_named,
             "number": version.number,
             "digest": version.digest,
             "state": weights.weights_state,

@@ -26,6 +26,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
 from worker.engines.embedded.sampling.chain_replay import CHANGED
+from worker.engines.lora_adapters import AdapterRefused
 from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
@@ -313,7 +314,7 @@ async def ask_adapted(engine: EmbeddedEngine) -> list[int]:
 
 
 async def test_an_adapter_keeps_the_layout_that_it_is_packed_for(tmp_path: Path) -> None:
-    """Types may change which projections are fused before it is loaded, and not after."""
+    """Types may change which projections are fused until one is loaded, and not after."""
     write(tmp_path / "dense", "llama", WIDE)
     write_adapter(tmp_path / "mine", tmp_path / "dense", seed=2, targets=ALL_TARGETS, rank=3)
     old, new = (
@@ -327,6 +328,8 @@ async def test_an_adapter_keeps_the_layout_that_it_is_packed_for(tmp_path: Path)
         await weights_of(fresh).update_weights(as_bytes(tensors_of(tmp_path / "dense")), None, "keep")
         assert await ask_adapted(fresh) == expected
     async with running(old) as engine:
+        with pytest.raises(AdapterRefused):  # one that is never packed
+            await engine.load_adapter("mine", tmp_path / "nowhere")
         await weights_of(engine).update_weights(new, None, "keep")
         await engine.load_adapter("mine", tmp_path / "mine")
         assert await ask_adapted(engine) == expected

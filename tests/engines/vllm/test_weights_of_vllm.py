@@ -98,6 +98,24 @@ async def test_an_untied_head_must_be_given(model: Path) -> None:
         await weights.update_weights(memoryview(save(tensors)), None, "keep")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+async def test_codes_of_a_quantised_weight_are_no_weight(model: Path, dtype: torch.dtype) -> None:
+    weights = VllmWeights(Llm(), VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    name, tensors = "model.norm.weight", load_file(model / "model.safetensors")
+    tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(WeightsRefused, match=f"tensor {name}: must be of type F32, BF16, F16, F64, got {dtype}"):
+        await weights.update_weights(memoryview(save(tensors)), None, "keep")
+
+
+async def test_what_a_pause_has_kept_finishes_in_the_next(model: Path) -> None:
+    llm = Llm()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    modes: list[PauseMode] = ["keep", "keep", "finish"]
+    for mode in modes:
+        await weights.pause(mode)
+    assert (llm.asked, weights.weights_state) == (["pause keep", "resume", "pause wait"], "paused")
+
+
 async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> None:
     llm, broken = Llm(), list[str]()
     weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", broken.append)

@@ -126,7 +126,8 @@ class Stepper:
         return self.scheduler.abort(request_id)
 
     def shut_gate(self) -> None:
-        """Take in no more requests; those that never ran wait outside, too."""
+        """Take in no more requests, and compute those that have run; others wait outside, too."""
+        self.is_paused = False
         if self.gate is None:
             waiting = self.scheduler.queues.waiting
             self.gate = [(one, None) for one in waiting if one.num_cached_tokens is None]

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _VLLM_MODES = {"keep": "keep", "finish": "wait", "abort": "abort"}
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SLEEP = (
     "--engine vllm: vLLM's CPU build ignores its own sleep, and gives no memory back; pause the worker, or stop it and "
@@ -110,7 +111,7 @@ class VllmWeights:
                 digests = await asyncio.to_thread(self._checked, directory, field)
                 number = self._version.number + 1
                 digest = digest_of_update("", digests.items())
-                version = WeightVersion(number, str(number) if name is None else name, digest)
+                version = WeightVersion(number, str(number) if name is None else name, digest, name is not None)
                 if not self._is_paused:
                     await self._hold(mode)
                 try:
@@ -126,7 +127,9 @@ class VllmWeights:
     async def pause(self, mode: PauseMode) -> None:
         """See `UpdatesWeights.pause`."""
         async with self._exclusive():
-            if not self._is_paused or mode == "abort":
+            if self._is_paused and mode == "finish":
+                await self._llm.resume_generation()  # what it has kept
+            if not self._is_paused or mode != "keep":
                 await self._hold(mode)
             self._is_paused = True
 
@@ -196,8 +199,8 @@ class VllmWeights:
         if expected is not None and tuple(tensor.shape) != expected.shape:
             shape, found = list(expected.shape), list(tensor.shape)
             raise WeightsRefused(f"tensor {name}: must be of shape {shape}, as the model's is, got {found}")
-        if not tensor.is_floating_point():
-            raise WeightsRefused(f"tensor {name}: must be of a floating-point type, got {tensor.dtype}")
+        if tensor.dtype not in _DTYPES:
+            raise WeightsRefused(f"tensor {name}: must be of type {', '.join(_FLOATS)}, got {tensor.dtype}")
         rounded = tensor.to(self._dtype)
         if not bool(rounded.isfinite().all()):
             raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number in {self._dtype}")

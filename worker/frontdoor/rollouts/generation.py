@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,11 @@ from worker.frontdoor.completions.prompt_scores import PromptScores, WorkerData
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.nvext import with_annotations, with_engine_data
-from worker.frontdoor.returned_tokens import Body, taken_data
+from worker.frontdoor.returned_tokens import Body, joined_versions, taken_data
 from worker.frontdoor.summaries import Source, reply_of
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS, TOP_LOGPROBS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, RANK, TOKEN_IDS, TOP, TRAIN_KEYS
+from worker.requests.token_weights import WEIGHTS
 
 _PER_TOKEN = (*TRAIN_KEYS, RANK, TOP)
 
@@ -46,7 +47,7 @@ class Generated:
     scores: PromptScores | None = None
     finish_reason: str | None = None
     matched: int | str | None = None
-    weight_versions: list[dict[str, Any]] = field(default_factory=list)
+    weight_versions: list[Mapping[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
 
     def take(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
@@ -54,7 +55,7 @@ class Generated:
         data = taken_data(chunk)
         self.scores = self.scores or WorkerData.taken_from(chunk).scores
         engine_data = (chunk.get("nvext") or {}).get("engine_data") or {}
-        self.weight_versions = engine_data.get("weight_versions", self.weight_versions)
+        self.weight_versions = joined_versions(self.weight_versions, engine_data.get(WEIGHTS) or [])
         self.text += choice.get("text") or ""
         self.finish_reason = choice.get("finish_reason") or self.finish_reason  # behind `taken_data`
         self.token_ids += data.get(TOKEN_IDS, ())
@@ -144,7 +145,7 @@ async def served_model(caller: Caller, named: Any, path: str = "model") -> str:
     return names[0]
 
 
-def spans(versions: Sequence[dict[str, Any]], num_tokens: int) -> list[dict[str, Any]]:
+def spans(versions: Sequence[Mapping[str, Any]], num_tokens: int) -> list[dict[str, Any]]:
     """The weight versions of an answer in vLLM's form: ``version``, ``start`` and ``end``."""
     starts = [one["from_token"] for one in versions]
     return [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -30,25 +31,32 @@ class LayersInUse:
 
     def __init__(self, layers: AdaptedLayers) -> None:
         self._layers: AdaptedLayers | None = layers
-        self._has_adapters = False
+        self._num_adapters = 0  # that were packed, or are
         self._lock = threading.Lock()
 
-    def taken(self) -> AdaptedLayers:
-        """The layers, for an adapter to be packed for them.
+    @contextmanager
+    def taken(self) -> Iterator[AdaptedLayers]:
+        """The layers, for an adapter to be packed for them; one that raises is none.
 
         Raises `ModelFileError` if the weights that serve now take none.
         """
         with self._lock:
             if self._layers is None:
                 raise ModelFileError("the weights that serve since an update take no LoRA adapters")
-            self._has_adapters = True
-            return self._layers
+            layers = self._layers
+            self._num_adapters += 1
+        try:
+            yield layers
+        except BaseException:
+            with self._lock:
+                self._num_adapters -= 1
+            raise
 
     def check(self, layers: AdaptedLayers | None) -> None:
         """Raises `WeightsRefused` if a network with other layers cannot take the place of the one
         that computes.
         """
-        if self._has_adapters and layers != self._layers:
+        if self._num_adapters and layers != self._layers:
             raise WeightsRefused(
                 "its tensors change which linear layers are computed together, and LoRA adapters are packed for those "
                 "that serve; give tensors of the same types"

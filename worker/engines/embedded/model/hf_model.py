@@ -206,7 +206,12 @@ class HfModel:
             )
         kept_in, in_use = resolve_dtype(dtype, self.dtype), LayersInUse(layers)
         self._layers_in_use = in_use
-        return lambda name, directory: load_adapter(name, directory, in_use.taken(), kept_in)
+
+        def load(name: str, directory: Path) -> LoadedAdapter:
+            with in_use.taken() as layers:
+                return load_adapter(name, directory, layers, kept_in)
+
+        return load
 
     def _adapted_layers(self, network: Network) -> AdaptedLayers | None:
         is_native = isinstance(self._attention, NativeAttention) or network.adapts_with_any_attention

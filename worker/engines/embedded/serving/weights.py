@@ -127,7 +127,8 @@ class WeightControl:
         if mode == "abort" and (self._lock.locked() or self.weights_state != "serving"):
             self._streams.abort_all()
         async with self._exclusive(waits=mode == "abort"):
-            if self.weights_state == "serving":
+            state = self.weights_state
+            if state == "serving" or (state == "paused" and mode == "finish"):
                 await self._hold(mode)
             self._is_paused = True
 
@@ -204,7 +205,7 @@ class WeightControl:
         digests = self._digests | dict(given.digests)
         is_whole = digests.keys() >= self._updates.shapes.keys()
         digest = digest_of_update("" if is_whole else self._base.digest, digests.items())
-        return WeightVersion(number, str(number) if name is None else name, digest)
+        return WeightVersion(number, str(number) if name is None else name, digest, name is not None)
 
     async def _hold(self, mode: PauseMode) -> None:
         """Compute nothing, once what `mode` says has become of requests in flight."""
