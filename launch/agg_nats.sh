@@ -41,6 +41,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
 
 prepare_several servers
+NATS_STORE=${NATS_STORE:-$scratch/nats} # nothing in it outlives this script
 prepare_nats
 prepare_etcd
 export DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=$etcd_url

@@ -69,13 +69,15 @@ start_engine() {
 declare -A engine_ports=() # of several workers, by name
 restarts_left=${MAX_RESTARTS:-5}
 
-# One of several workers that ended by itself is started again: its requests go on in the others.
+# One of several workers that ended is started again: its requests go on in the others. One that left in order (SIGTERM to
+# it alone, for a rolling restart) is not counted.
 on_death() {
-    if [[ -z ${engine_ports[$1]:-} ]] || ((restarts_left == 0)); then
-        report_death "$1"
-    fi
+    [[ -n ${engine_ports[$1]:-} ]] || report_death "$1"
     forget "$1"
-    restarts_left=$((restarts_left - 1))
+    if ((lost_status != 0)); then
+        ((restarts_left > 0)) || fail "the $1 ended with status $lost_status; stopping"
+        restarts_left=$((restarts_left - 1))
+    fi
     say "$1 ended with status $lost_status; starting it again"
     start_engine "$1" "${engine_ports[$1]}" "${script_arguments[@]}"
 }
@@ -85,6 +87,7 @@ start_without_dynamo() {
     local number port urls=()
     [[ ${FRONT_DOOR:-on} == on ]] || fail "FRONT_DOOR=$FRONT_DOOR: with UPSTREAM=grpc the front door is the frontend"
     [[ ${WORKERS:=1} =~ ^[1-9][0-9]?$ ]] || fail "WORKERS must be a number from 1 to 99, got '$WORKERS'"
+    [[ $restarts_left =~ ^(0|[1-9][0-9]?)$ ]] || fail "MAX_RESTARTS must be a number from 0 to 99, got '$restarts_left'"
     check_http_port
     prepare_environment openengine
     prepare_runtime

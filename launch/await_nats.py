@@ -1,6 +1,6 @@
-"""Waits until a worker is registered at NATS; prints its served model name.
+"""Waits until a worker with these arguments is registered at NATS; prints its served model name.
 
-python launch/await_nats.py URL
+python launch/await_nats.py URL WORKER_ARGUMENT...
 """
 
 from __future__ import annotations
@@ -11,33 +11,41 @@ import sys
 
 from nats.errors import Error as NatsError
 
-from worker.errors import StartupError
+from worker.arguments import Arguments, parse_arguments
+from worker.errors import ServingError
+from worker.models import is_hub_id
 from worker.runtimes.nats.connection import ConnectionOptions, connect
+from worker.runtimes.nats.protocol import Subjects
 
 POLL_S = 0.2
 
 
-async def served_model(url: str) -> str:
-    """The name of the model that the first worker to answer serves."""
+async def served_model(url: str, arguments: Arguments) -> str:
+    """The name of the model, once a worker of it answers; others may be at the same server."""
+    service = Subjects(_name(arguments), arguments.model_version).service
     client = await connect(ConnectionOptions(url=url), "await_nats")
     try:
         while True:
             try:
-                reply = await client.request("$SRV.PING", timeout=2)
-                model = json.loads(reply.data)["metadata"].get("model")
-                if model is not None:
-                    return str(model)
+                reply = await client.request(f"$SRV.PING.{service}", timeout=2)
+                return str(json.loads(reply.data)["metadata"]["model"])
             except (TimeoutError, NatsError):
-                pass
-            await asyncio.sleep(POLL_S)
+                await asyncio.sleep(POLL_S)
     finally:
         await client.close()
 
 
+def _name(arguments: Arguments) -> str:
+    """The name as the worker has it, whose model's id on the Hugging Face Hub may be its name."""
+    is_given = "served_model_name" in arguments.given
+    return arguments.model_path if is_hub_id(arguments.model_path) and not is_given else arguments.served_model_name
+
+
 def main() -> int:
+    url, *arguments = sys.argv[1:]
     try:
-        sys.stdout.write(asyncio.run(served_model(sys.argv[1])) + "\n")
-    except StartupError as error:
+        sys.stdout.write(asyncio.run(served_model(url, parse_arguments(arguments))) + "\n")
+    except ServingError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -35,10 +35,12 @@ unset "${!DYN_@}" # of Dynamo, which is not here
 prepare_model
 prepare_nats
 export WORKER_NATS_URL=$nats_url
-start_worker --runtime nats --batch "${worker_arguments[@]}" "$@"
+arguments=(--runtime nats --batch "${worker_arguments[@]}" "$@")
+start_worker "${arguments[@]}"
 
 say "loading the model ..."
-"${lifeline[@]}" "$python" "$repository/launch/await_nats.py" "$nats_url" > "$scratch/model" &
+"${lifeline[@]}" "$python" "$repository/launch/await_nats.py" "$nats_url" --model-path "$MODEL_PATH" "${arguments[@]}" \
+    > "$scratch/model" &
 probe=$!
 while kill -0 "$probe" 2> /dev/null; do
     dead=$(first_dead)

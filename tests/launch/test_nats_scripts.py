@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -36,6 +37,18 @@ def test_requests_and_a_batch(tmp_path: Path) -> None:
         (line,) = run("-m", BATCH, "results", batch, *there).splitlines()
         assert json.loads(line)["response"]["body"]["usage"]["completion_tokens"] == 3
         check_ctrl_c(script)
+
+
+def test_two_servers_do_not_keep_their_state_in_one_place(tmp_path: Path) -> None:
+    """The second one would take what the first one has for its own, and write over it."""
+    store = tmp_path / "store"
+    store.mkdir()
+    variables = {"NATS_PORT": str(free_port()), "NATS_STORE": str(store)}
+    with (store / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with launched(tmp_path, variables=variables, script="nats.sh") as script:
+            assert script.finish() == 1
+    assert f"another nats-server keeps its state in {store}; set NATS_URL" in script.output
 
 
 @pytest.mark.campaign

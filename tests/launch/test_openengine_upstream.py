@@ -13,7 +13,7 @@ FORCED = {"logits_processors": [{"name": "forced_prefix", "args": {"text": "Yes"
 
 @pytest.mark.campaign
 def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
-    variables = {"UPSTREAM": "grpc", "WORKERS": "2"}
+    variables = {"UPSTREAM": "grpc", "WORKERS": "2", "MAX_RESTARTS": "1"}
     with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:
         script.wait_until_ready()
         assert script.model == "tiny-model"
@@ -38,6 +38,10 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
             assert [asked() for _ in range(4)] == [before] * 4
             script.read_until("starting it again")
             script.read_until("serves tiny-model")
+            script.all_named("worker")[0].terminate()  # in order, which is no restart too many
+            script.read_until("ended with status 0; starting it again")
+            script.read_until("serves tiny-model")
+            assert asked() == before
         script.press_ctrl_c()
         assert script.finish() == 0, script.output
         assert "ended with status 137; starting it again" in script.output
@@ -49,8 +53,9 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         ({"UPSTREAM": "http"}, "UPSTREAM must be sidecar or grpc, got 'http'"),
         ({"UPSTREAM": "grpc", "FRONT_DOOR": "off"}, "with UPSTREAM=grpc the front door is the frontend"),
         ({"UPSTREAM": "grpc", "WORKERS": "0"}, "WORKERS must be a number from 1 to 99, got '0'"),
+        ({"UPSTREAM": "grpc", "MAX_RESTARTS": "x"}, "MAX_RESTARTS must be a number from 0 to 99, got 'x'"),
     ],
-    ids=("upstream", "door", "workers"),
+    ids=("upstream", "door", "workers", "restarts"),
 )
 def test_what_it_refuses(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:

@@ -57,6 +57,23 @@ def test_entries_of_adapters_are_kept_too(store: Path) -> None:
     assert (entries.check(), entries.check()) == ([], adapters[:1])
 
 
+def test_a_forgotten_adapter_is_not_written_again(store: Path) -> None:
+    """Though it is there for a while yet. One of its name that comes later is kept."""
+    path = store / "v1" / "mdc" / f"dynamo%2Fbackend%2Fgenerate%2F{INSTANCE:x}%2Fmine"
+    path.write_text('{"lora":{"name":"mine"}}')
+    entries = FileEntries(store, INSTANCE)
+    entries.check()
+    entries.forget("mine")
+    entries.check()
+    path.unlink()
+    assert [entries.check() for _ in range(3)] == [[], [], []]
+    entries.remember("mine")
+    path.write_text('{"lora":{"name":"mine"}}')
+    entries.check()
+    path.unlink()
+    assert (entries.check(), entries.check()) == ([], [path])
+
+
 def test_others_are_left_alone(store: Path) -> None:
     entries = FileEntries(store, INSTANCE)
     entries.check()

@@ -47,13 +47,22 @@ class AdapterModels:
         arguments: Options of the worker.
         forget: Called with the name of an adapter before it is unregistered, so that nobody
             registers it again.
+        remember: Called with the name of an adapter before it is registered.
     """
 
-    def __init__(self, endpoint: Any, info: EngineInfo, arguments: Arguments, forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Any,
+        info: EngineInfo,
+        arguments: Arguments,
+        forget: Callable[[str], None],
+        remember: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self._endpoint = endpoint
         self._info = info
         self._arguments = arguments
         self._forget = forget
+        self._remember = remember
         self._again: dict[str, asyncio.Task[None]] = {}
 
     def begin(self) -> None:
@@ -71,6 +80,7 @@ class AdapterModels:
             raise ValueError("the name needs an ASCII letter, a digit or - for Dynamo's discovery")
         if taken := [other for other in self._info.adapters if other != name and discovery_key(other) == key]:
             raise ValueError(f"it and {shown(taken[0])} are both {key} in Dynamo's discovery")
+        self._remember(name)
         await _register(self._endpoint, name, self._info, self._arguments)
         self._again[name] = asyncio.create_task(self._keep_registering(name))
 

@@ -88,7 +88,7 @@ class WorkerEngine(LLMEngine):
         if server.engine_port is not None and has_rl_workers():
             self._rl = RlEndpoint(server.arguments, server.engine_port)
         assert server.adapters is not None
-        self._adapters = AdapterModels(endpoint, server.info, server.arguments, self._forget)
+        self._adapters = AdapterModels(endpoint, server.info, server.arguments, self._forget, self._remember)
         self._adapters.begin()
         server.adapters.publish, server.adapters.withdraw = self._adapters.publish, self._adapters.withdraw
         if endpoints_wanted(os.environ):
@@ -100,6 +100,10 @@ class WorkerEngine(LLMEngine):
     def _forget(self, adapter: str) -> None:
         if self._entries is not None:
             self._entries.forget(adapter)
+
+    def _remember(self, adapter: str) -> None:
+        if self._entries is not None:
+            self._entries.remember(adapter)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """One request. Everything that can refuse it does so before the first chunk."""

@@ -64,6 +64,7 @@ class FileEntries:
         self._names = re.compile(rf".*%2F{instance_id:x}(%2F.*)?", re.DOTALL)
         self._contents: dict[Path, bytes] = {}
         self._missing: set[Path] = set()
+        self._forgotten: set[str] = set()  # adapters
         self._listed: dict[str, list[Listing]] = {}  # the last two looks at each directory
 
     @property
@@ -72,9 +73,14 @@ class FileEntries:
         return sorted(self._contents)
 
     def forget(self, adapter: str) -> None:
-        """Do not write the entry of a LoRA adapter again, which is about to be removed."""
-        named = f'"lora":{{"name":{json.dumps(adapter, ensure_ascii=False)}'.encode()
-        self._contents = {path: content for path, content in self._contents.items() if named not in content}
+        """Do not write the entry of a LoRA adapter again, which is about to be removed: not until
+        `remember`, since it may be there for a while yet.
+        """
+        self._forgotten.add(adapter)
+
+    def remember(self, adapter: str) -> None:
+        """Keep the entry of a LoRA adapter, which is about to be written."""
+        self._forgotten.discard(adapter)
 
     def check(self) -> list[Path]:
         """Write those again that are missing since the last call.
@@ -87,7 +93,9 @@ class FileEntries:
         """
         paths = [path for directory in _directories(self._directory / "v1") for path in self._own(directory)]
         found = {path: content for path in paths if (content := _content(path)) is not None}
-        self._contents.update(found)
+        gone = [_naming(adapter) for adapter in tuple(self._forgotten)]
+        known = {**self._contents, **found}.items()
+        self._contents = {path: content for path, content in known if not any(name in content for name in gone)}
         missing = self._contents.keys() - found.keys()
         lost, self._missing = sorted(missing & self._missing), missing
         for path in lost:
@@ -116,6 +124,11 @@ class Listing:
 
     changed_ns: int
     paths: list[Path]
+
+
+def _naming(adapter: str) -> bytes:
+    """The part of an entry that names a LoRA adapter."""
+    return f'"lora":{{"name":{json.dumps(adapter, ensure_ascii=False)}'.encode()
 
 
 def _directories(parent: Path) -> list[str]:
