@@ -86,8 +86,9 @@ class Row:
             except Exception as error:  # admission has built it once; a third party's code may differ
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
-            if chain.tokens != list(prompt):  # a worker's own stands there
-                chain.start(prompt)
+            if chain.tokens != list(prompt):  # a worker's own stands there, unless pictures became tokens
+                end = len(prompt) - len(chain.tokens) + chain.prompt_length  # the rest was generated before
+                chain.start(prompt[:end], prompt[end:], mode="migrated" if end < len(prompt) else "aggregated")
             REPORTS.began(self._report, chain)
             self.chain, self.num_known = chain, len(prompt)
         return self.chain
