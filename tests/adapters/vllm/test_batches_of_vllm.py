@@ -287,6 +287,24 @@ def test_a_token_that_is_never_shown_ends_the_answer() -> None:
     assert int((logits[1] > -torch.inf).sum()) > 1
 
 
+def test_ranks_of_tensor_parallelism_draw_the_same() -> None:
+    """Each feeds its part of the model what it has drawn itself; no clock decides either."""
+    model = MODELS[FirstRunner]
+    asked = selected({"name": "xtc", "args": {"threshold": 0.1, "probability": 0.5}})
+    drawn = []
+    for _ in range(2):
+        editor = Indexed(Builder(model, shared_seed=3), RowEditor(model.never_ids))
+        for index in range(8):
+            found = editor.new(Params(extra_args=asked), [5, 6], [])
+            assert found is not None
+            editor.requests[index] = found
+        logits = torch.zeros(8, model.facts.vocab_size)
+        editor.apply(logits)
+        drawn.append(logits.argmax(-1).tolist())
+        chains = [each.row.chain_after([5, 6]) for each in editor.requests.values()]
+        assert {chain.failures.step_budget_s for chain in chains} == {math.inf}
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 1
 
 
 def test_a_migrated_answer_goes_on_behind_its_pictures() -> None:
