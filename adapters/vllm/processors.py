@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from secrets import randbits
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor import LogitsProcessor as BatchProcessor
@@ -51,7 +53,7 @@ class Processors(BatchProcessor, SlotProcessor):
         """Maker of the rows of requests; the worker's own class has another."""
         model = model_of(vllm_config)
         model.warm_up()
-        return Builder(model, error_counter(vllm_config))
+        return Builder(model, error_counter(vllm_config), _shared_seed(vllm_config))
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -92,3 +94,13 @@ class Processors(BatchProcessor, SlotProcessor):
         else:
             self._indexed.apply(logits)
         return logits
+
+
+def _shared_seed(vllm_config: VllmConfig) -> int | None:
+    """A number that the ranks of tensor parallelism share, each of which samples for itself; None
+    where there is one rank. All of them call this at a time.
+    """
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    shared: int = get_tp_group().broadcast_object(randbits(128))
+    return shared

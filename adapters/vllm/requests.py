@@ -103,6 +103,9 @@ _LATE = (
 )
 
 
+_REPORTED = ("logprobs", "logprob_token_ids")
+"""Fields that ask for log probabilities of the answer."""
+
 _GRAMMAR_FIELDS = (
     ("json", "json_schema", "schema"),
     ("json_object", "json_schema", "schema"),
@@ -182,9 +185,10 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
     if model.facts.penalises_first:
         _refuse_penalties_before(chain, penalties)
     draws = _draws(chain, params, penalties, model)
-    if draws and params.logprobs is not None and model.facts.reports_processed:
+    reported = next((name for name in _REPORTED if getattr(params, name, None) is not None), None)
+    if draws and reported is not None and model.facts.reports_processed:
         problem = "processed log probabilities are vLLM's own, and this request's tokens are drawn by its processors"
-        raise SelectionError("logprobs", problem)
+        raise SelectionError(reported, problem)
     if draws:
         late = [requested for each in _LATE if (requested := each.requested(params)) is not None]
         fields = late if model.facts.penalises_first else [*penalties, *late]

@@ -6,8 +6,10 @@ failure is reported. Nothing is raised in vLLM's step, and other rows keep their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from random import Random
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +28,7 @@ from adapters.contract import highest_values, mask_rows
 from adapters.devices import upload_ids
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS, Failure
-from adapters.vllm.requests import Params, chain_of, read
+from adapters.vllm.requests import Asked, Params, chain_of, read
 
 ROWS = "logits_processors_rows"
 """Key in ``extra_args`` of requests' rows, which live as long as vLLM keeps the parameters."""
@@ -86,8 +88,9 @@ class Row:
             except Exception as error:  # admission has built it once; a third party's code may differ
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
-            if chain.tokens != list(prompt):  # a worker's own stands there
-                chain.start(prompt)
+            if chain.tokens != list(prompt):  # a worker's own stands there, unless pictures became tokens
+                end = len(prompt) - len(chain.tokens) + chain.prompt_length  # the rest was generated before
+                chain.start(prompt[:end], prompt[end:], mode="migrated" if end < len(prompt) else "aggregated")
             REPORTS.began(self._report, chain)
             self.chain, self.num_known = chain, len(prompt)
         return self.chain
@@ -198,10 +201,18 @@ class Builder:
     Args:
         model: The served model.
         count: Counts failures that ended their requests; None if nobody counts.
+        shared_seed: A number that all processes have which apply the same chains, so that they draw
+            the same tokens, and none of them by its own clock; None if this one is alone.
     """
 
-    def __init__(self, model: ServedModel, count: Callable[[Failure], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        count: Callable[[Failure], None] | None = None,
+        shared_seed: int | None = None,
+    ) -> None:
         self._model, self._count = model, count
+        self._seeds = None if shared_seed is None else Random(shared_seed)
         self.never_ids: Sequence[int] = model.never_ids
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
 
@@ -213,8 +224,9 @@ class Builder:
                 is kept with them.
         """
         some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
+        drawn_seed = None if self._seeds is None else self._seeds.getrandbits(64)
         try:
-            asked = read(params, self._model)
+            asked = read(params, self._model, drawn_seed)
         except SelectionError as error:  # the policy was changed since the request was admitted
             refused: Future[ProcessorChain] = Future()
             refused.set_exception(error)
@@ -222,8 +234,14 @@ class Builder:
         if asked is None:
             return None
         end_id = asked.context.end_token_id
-        built = self._threads.submit(lambda: chain_of(asked, params, self._model)[0])
+        built = self._threads.submit(self._build, asked, params)
         return with_row(params, Row(built, some_end if end_id is None else end_id, asked.report, self._count))
+
+    def _build(self, asked: Asked, params: Params) -> ProcessorChain:
+        chain, _ = chain_of(asked, params, self._model)
+        if self._seeds is not None:
+            chain.failures.step_budget_s = math.inf
+        return chain
 
 
 class RowEditor:

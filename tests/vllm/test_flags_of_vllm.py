@@ -101,6 +101,23 @@ def test_what_is_refused_as_an_argument_is_refused_as_a_flag() -> None:
             "(of the worker, or of vLLM)",
         ),
         (
+            ["--served_model_name", "a", "--served-model-name", "b"],
+            "--served-model-name is given 2 times",
+        ),
+        (
+            ["--enforce-eager", "--config", "/no/file.yaml"],
+            "vLLM cannot read --enforce-eager --config /no/file.yaml: "
+            "[Errno 2] No such file or directory: '/no/file.yaml'",
+        ),
+        (
+            ["--config", "settings.json"],
+            "vLLM cannot read --config settings.json: Config file must be of a yaml/yml type. json supplied",
+        ),
+        (
+            ["--compilation-config.mode"],
+            "vLLM cannot read --compilation-config.mode: list index out of range",
+        ),
+        (
             ["--block-size", "32", "--kv-block-size", "16"],
             "--kv-block-size asks for block_size: 16, but --block-size says 32; give it in one place",
         ),

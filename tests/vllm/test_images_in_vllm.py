@@ -96,7 +96,9 @@ def test_processors_work_beside_a_picture(served: Served) -> None:
     penalised = of(processor("no_repeat_ngram", n=1), receipt=True)
     answer = served.answer(data_url(RED), **penalised)
     assert answer["choices"][0]["message"]["content"] != plain
-    assert answer["nvext"]["engine_data"]["logits_processors"]["images"] == 1
+    receipt = answer["nvext"]["engine_data"]["logits_processors"]
+    assert receipt["images"] == 1
+    assert receipt["processors"][0]["last_position"] == receipt["prompt_length"] + NUM_TOKENS - 1
     schema = {"type": "integer", "minimum": 10, "maximum": 12}
     guided = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
     assert 10 <= json.loads(served.text(data_url(RED), ignore_eos=False, **guided)) <= 12

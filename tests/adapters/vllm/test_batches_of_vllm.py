@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,13 @@ from vllm_stand_in import FirstRunner, Params, Request, SecondRunner, alone, ser
 
 import adapters.vllm.requests
 from adapters.catalog import SelectionError
+from adapters.chain import ProcessorChain
 from adapters.testing.kit_model import NUM_PADDING, kit_vocabulary
 from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import chain_of, read
-from adapters.vllm.rows import Builder, RowEditor
+from adapters.vllm.rows import Builder, Row, RowEditor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 from builtin_examples import EMBEDDED_ONLY, EXAMPLES
@@ -282,3 +285,41 @@ def test_a_token_that_is_never_shown_ends_the_answer() -> None:
     assert "name adapters.vllm:Processors with --logits-processors" in failure["message"]
     assert int((logits[0] > -torch.inf).sum()) == 1
     assert int((logits[1] > -torch.inf).sum()) > 1
+
+
+def test_ranks_of_tensor_parallelism_draw_the_same() -> None:
+    """Each feeds its part of the model what it has drawn itself; no clock decides either."""
+    model = MODELS[FirstRunner]
+    asked = selected({"name": "xtc", "args": {"threshold": 0.1, "probability": 0.5}})
+    drawn = []
+    for _ in range(2):
+        editor = Indexed(Builder(model, shared_seed=3), RowEditor(model.never_ids))
+        for index in range(8):
+            found = editor.new(Params(extra_args=asked), [5, 6], [])
+            assert found is not None
+            editor.requests[index] = found
+        logits = torch.zeros(8, model.facts.vocab_size)
+        editor.apply(logits)
+        drawn.append(logits.argmax(-1).tolist())
+        chains = [each.row.chain_after([5, 6]) for each in editor.requests.values()]
+        assert {chain.failures.step_budget_s for chain in chains} == {math.inf}
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 1
+
+
+def test_a_migrated_answer_goes_on_behind_its_pictures() -> None:
+    """The worker's chain began behind a prompt with one token for a picture; vLLM's has more."""
+    model = MODELS[FirstRunner]
+    params = Params(extra_args=selected({"name": "forced_prefix", "args": {"token_ids": [40, 41, 42]}}))
+    asked = read(params, model)
+    assert asked is not None
+    chain, _ = chain_of(asked, params, model)
+    chain.start([5, 6], [40], mode="migrated")
+    built: Future[ProcessorChain] = Future()
+    built.set_result(chain)
+    row = Row(built, 0)
+    found = row.chain_after([5, 5, 5, 6, 40])
+    assert (found.prompt_length, found.receipt.mode, found.receipt.replayed) == (4, "migrated", 1)
+    logits = torch.zeros(1, model.facts.vocab_size)
+    RowEditor(model.never_ids).apply(logits, [(0, row, found)])
+    assert int(logits[0].argmax()) == 41

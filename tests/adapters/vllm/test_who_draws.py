@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,3 +206,23 @@ def test_the_operator_forbids_fields_as_processors(forbidden: str, path: str, fi
     with pytest.raises(SelectionError) as caught:
         read(Params(**fields), model)
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"logprob_token_ids": [5]}])
+def test_processed_log_probabilities_of_a_drawn_row_are_refused(fields: dict[str, Any]) -> None:
+    """One token is left of it: they would say that it was certain."""
+    model = RUNNERS["first"]
+    processed = replace(model, facts=replace(model.facts, reports_processed=True))
+    extra = {"logits_processors": {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 2}}]}}
+    for seed, is_drawn in ((None, False), (3, True)):
+        params = Params(seed=seed, extra_args=extra)
+        for name, value in fields.items():
+            setattr(params, name, value)
+        asked = read(params, processed)
+        assert asked is not None
+        if is_drawn:
+            with pytest.raises(SelectionError) as caught:
+                chain_of(asked, params, processed)
+            assert caught.value.path == next(iter(fields))
+        else:
+            chain_of(asked, params, processed)

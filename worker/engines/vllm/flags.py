@@ -9,7 +9,7 @@ from typing import Any
 
 from worker.arguments import OPTIONS, meant
 from worker.engines.vllm.package import read_package
-from worker.errors import ConfigurationError
+from worker.errors import ConfigurationError, one_line
 
 
 def read_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -30,7 +30,12 @@ def read_flags(argv: Sequence[str]) -> dict[str, Any]:
     package.engine_args.add_cli_args(parser, async_args_only=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # only what is given
-    found: dict[str, Any] = vars(parser.parse_args(list(argv)))
+    try:
+        found: dict[str, Any] = vars(parser.parse_args(list(argv)))
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of vLLM's parser: a file of --config, a dotted flag without its value
+        raise ConfigurationError(f"vLLM cannot read {' '.join(argv)}: {one_line(error)}") from error
     return found
 
 
