@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -452,7 +453,8 @@ def test_codes_lose_no_more_in_a_long_context(path: str, dtype: torch.dtype, sha
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_as_near_to_the_truth_as_torchs(path: str, dtype: torch.dtype, name: str) -> None:
-    x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 3e12, -3e12, 1e38, -1e38]))).to(dtype)
+    large = torch.tensor([0.0, -0.0, 3e12, -3e12, 1e38, -1e38, 3e38, -3e38])
+    x = torch.cat((torch.linspace(-12, 12, 4001), large)).to(dtype)
     pick_first = packed(torch.tensor([[1.0, 0.0]], dtype=dtype))
     found = native.linear(x[:, None].expand(-1, 2) * torch.tensor([1, 0], dtype=dtype), pick_first, name)
     expected = ACTIVATIONS[name](x.double())
@@ -470,6 +472,21 @@ def test_a_soft_cap_is_computed_element_by_element(count: int, cap: float, threa
         expected = torch.cat([native.soft_cap(piece.clone(), cap) for piece in x.split(4099)])
     assert torch.equal(found, expected)
     torch.testing.assert_close(found.double(), (x.double() / cap).tanh() * cap, atol=5e-7 * cap, rtol=1e-6)
+
+
+def test_a_soft_cap_holds_whatever_is_beyond_it(path: str, dtype: torch.dtype) -> None:
+    """And so it does in attention, whose scores may be infinite."""
+    x = torch.tensor([torch.inf, 3e38, -3e38, -torch.inf])
+    if dtype == torch.float32:
+        assert native.soft_cap(x.clone(), 0.5).tolist() == [0.5, 0.5, -0.5, -0.5]
+        assert native.soft_cap(torch.tensor([torch.nan]), 0.5).isnan().all()
+    keys = torch.tensor([[3e38, 3e38], [-3e38, -3e38]], dtype=dtype)[None, None]
+    values = torch.tensor([[1.0, 1.0], [2.0, 2.0]], dtype=dtype)[None, None]
+    tiles = native.Tiles([SequenceSlice([0], 0, 2)], 1)
+    found = native.attend(torch.full((2, 1, 2), 4.0).to(dtype), keys, values, tiles, 1.0, 0, 0.5)
+    weight = 1 / (1 + math.exp(-1.0))
+    expected = torch.tensor([1.0, weight + 2 * (1 - weight)])[:, None, None].expand(-1, -1, 2)
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=0)
 
 
 def test_what_no_soft_cap_computes_is_refused() -> None:

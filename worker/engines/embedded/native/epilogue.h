@@ -70,7 +70,7 @@ epilogue(epilogue_t kind, vec y, vec other)
 {
     switch (kind) {
     case SILU:
-        return vec_div(y, vec_add(vec_all(1.0f), vec_exp2(vec_mul(y, vec_all(-LOG2_E)))));
+        return gated(y, y);
     case ADD:
         return vec_add(y, other);
     case MULTIPLY:

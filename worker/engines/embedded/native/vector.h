@@ -149,7 +149,9 @@ copy_operands(const element *from, int64_t count, operand *to)
         ((float *)to)[at] = vec_first(load_lanes(from + at, 1));
 }
 
-/* 2 ** x, to about one unit in the last place; 0 below the smallest normal number, NaN for NaN. */
+/* 2 ** x, to about one unit in the last place; 0 below the smallest normal number, NaN for NaN. Of infinity it is infinite on
+ * some paths alone: who may have it gives a smaller number.
+ */
 INLINED vec
 vec_exp2(vec x)
 {
@@ -169,7 +171,8 @@ vec_exp2(vec x)
 INLINED vec
 vec_soft_cap(vec x, float cap)
 {
-    const vec one = vec_all(1.0f), power = vec_exp2(vec_mul(x, vec_all(2 * LOG2_E / cap)));
+    const vec one = vec_all(1.0f), exponent = vec_min(vec_all(200.0f), vec_mul(x, vec_all(2 * LOG2_E / cap)));
+    const vec power = vec_exp2(exponent); /* NaN stays */
     return vec_mul(vec_sub(one, vec_div(vec_all(2.0f), vec_add(power, one))), vec_all(cap));
 }
 
