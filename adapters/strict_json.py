@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 _SHOWN = 60
 """Characters of a key or number that an error shows."""
@@ -86,10 +86,11 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 def _check_texts(found: dict[str, Any]) -> None:
     """Raises `LoneSurrogate` for a text, or key, that is not Unicode."""
-    for path, value in _values(found):
+    for place, value in _values(found):
         if isinstance(value, str) and has_half_a_pair(value):
-            raise LoneSurrogate(path)
+            raise LoneSurrogate(_path_to(place))
         if isinstance(value, dict) and any(map(has_half_a_pair, value)):
+            path = _path_to(place)
             raise LoneSurrogate(f"a key of {path}" if path else "a key")
 
 
@@ -98,16 +99,36 @@ def has_half_a_pair(text: str) -> bool:
     return not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text)
 
 
-def _values(found: Any) -> Iterator[tuple[str, Any]]:
-    """All values in a JSON value, itself among them, with their paths."""
-    waiting: list[tuple[str, Any]] = [("", found)]
+_Place: TypeAlias = "tuple[_Place, str | int] | None"
+"""Place of a value in a JSON value: that of what it is in, and its key or index there. Its path is
+not written before it is shown: those of a list's items have the key of the list, each of them.
+"""
+
+
+def _values(found: Any) -> Iterator[tuple[_Place, Any]]:
+    """All values in a JSON value, itself among them, with their places."""
+    waiting: list[tuple[_Place, Any]] = [(None, found)]
     while waiting:
-        path, value = waiting.pop()
-        yield path, value
+        place, value = waiting.pop()
+        yield place, value
         if isinstance(value, dict):
-            waiting += ((f"{path}.{key}" if path else key, child) for key, child in value.items())
+            waiting += (((place, key), child) for key, child in value.items())
         elif isinstance(value, list):
-            waiting += ((f"{path}[{index}]", child) for index, child in enumerate(value))
+            waiting += (((place, index), child) for index, child in enumerate(value))
+
+
+def _path_to(place: _Place) -> str:
+    """The path of a place, as far as an error shows it."""
+    steps = list[str | int]()
+    while place is not None:
+        place, step = place
+        steps.append(step)
+    path = ""
+    for step in reversed(steps):
+        if len(path) > _SHOWN:
+            break
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path
 
 
 class _Ambiguous(dict[str, Any]):
@@ -124,7 +145,8 @@ def _with_path(error: RepeatedKey, text: str) -> RepeatedKey:
         found = json.loads(text, object_pairs_hook=_marked)
     except (ValueError, RecursionError):  # it is no JSON behind the key
         return error
-    path, value = next((path, value) for path, value in _values(found) if isinstance(value, _Ambiguous))
+    place, value = next((place, value) for place, value in _values(found) if isinstance(value, _Ambiguous))
+    path = _path_to(place)
     return RepeatedKey(value.key, f"{path}.{value.key}" if path else value.key)
 
 

@@ -59,9 +59,12 @@ class Backtracking:
         Bans at ``position`` itself stay: they were made after the very tokens that are left.
         """
         del self._held[position - self._prompt_length + 1 :]
-        for bans in self._bans:
-            for later in [each for each in bans if each > position]:
-                del bans[later]
+        for bans in self._bans:  # in order of position, but for those of this very rewind
+            kept = bans.pop(position, None)
+            while bans and (last := next(reversed(bans))) > position:
+                del bans[last]
+            if kept is not None:
+                bans[position] = kept
 
     @property
     def held_from(self) -> int | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(slots=True)
@@ -58,13 +61,17 @@ class ProcessorRecord:
 
     def before(self, position: int) -> ProcessorRecord:
         """A record of its own of what was counted before ``position``."""
-        found = ProcessorRecord(self.name, self.version, rollbacks=None if self.rollbacks is None else 0)
-        for at, amount in zip(self._positions[:], self._amounts[:]):  # noqa: B905  # a thread may be adding one
-            if at < position:
-                found.add(at, "forced" if amount % 2 else "", amount // 2)
-        for at in self._rewound[:]:
-            if at < position:
-                found.add_rollbacks(at, 1)
+        positions, amounts, rewound = self._positions[:], self._amounts[:], self._rewound[:]
+        count = min(bisect_left(positions, position), len(amounts))  # a thread may be adding one
+        found = ProcessorRecord(self.name, self.version)
+        found._positions, found._amounts = positions[:count], amounts[:count]
+        found._rewound = rewound[: bisect_left(rewound, position)]
+        found.rollbacks = None if self.rollbacks is None else len(found._rewound)
+        found.steps_active = count
+        if count:
+            counted = np.frombuffer(found._amounts, dtype=np.int64)
+            found.tokens_forced, found.tokens_masked = int((counted & 1).sum()), int((counted >> 1).sum())
+            found.first_position, found.last_position = positions[0], positions[count - 1]
         return found
 
     def rewind(self, position: int) -> None:

@@ -35,7 +35,14 @@ from adapters.contract import (
 from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, load_tokenizer
 from adapters.grammars.forced_text import MAX_ALLOWED, ForcedText
-from adapters.grammars.json_schema import SchemaRefused, arguments_grammar, lark_grammar, literal
+from adapters.grammars.json_schema import (
+    MAX_WORK_OF_ALL,
+    SchemaRefused,
+    arguments_grammar,
+    lark_grammar,
+    limited,
+    literal,
+)
 from adapters.grammars.lark import (
     as_grammar,
     check_options,
@@ -109,7 +116,8 @@ class GrammarProcessor(SteeringProcessor):
     def __init__(self, args: Any, context: Context) -> None:
         if not context.end_token_ids:
             raise ArgumentError(self.argument, "needs an end token, and this request has none")
-        self._grammar = self.grammar(args, context.vocabulary)
+        with limited(MAX_WORK_OF_ALL):
+            self._grammar = self.grammar(args, context.vocabulary)
         self._end = tuple(sorted(context.end_token_ids))
         vocabulary = context.vocabulary
         # A grammar can name any id, or all.

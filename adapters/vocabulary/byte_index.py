@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+_BEGINNING = 3
+"""Bytes of a token that tell how long a token may be that begins so."""
 
 
 class ByteIndex:
@@ -66,14 +69,26 @@ class ByteIndex:
         """
         found = set(self.containing(text))
         for length in range(1, min(len(text), self.longest + 1)):
-            positions, ids = self._occurrences(text[:length])
-            found.update(ids[positions + length == self._starts[ids + 1]].tolist())
-            positions, ids = self._occurrences(text[-length:])
-            found.update(ids[positions == self._starts[ids]].tolist())
+            found.update(self._by_length.ending_with(text[:length]))
+            found.update(self._by_length.beginning_with(text[-length:]))
         for begin in range(1, len(text) - 1):
-            for end in range(begin + 1, min(len(text), begin + self.longest + 1)):
+            reach = max(self._reach.get(text[begin : begin + length], 0) for length in range(1, _BEGINNING + 1))
+            for end in range(begin + 1, min(len(text), begin + reach + 1)):
                 found.update(self.ids.get(text[begin:end], ()))
         return {token_id: self[token_id] for token_id in sorted(found) if self[token_id]}
+
+    @cached_property
+    def _by_length(self) -> _ByLength:
+        return _ByLength(self)
+
+    @cached_property
+    def _reach(self) -> dict[bytes, int]:
+        """Length of the longest token by its first bytes; a short one has all of its own there."""
+        reach: dict[bytes, int] = {}
+        for token in self.ids:
+            beginning = token[:_BEGINNING]
+            reach[beginning] = max(reach.get(beginning, 0), len(token))
+        return reach
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -118,3 +133,40 @@ class ByteIndex:
             at = self._block.find(text, at + 1)
         positions = np.array(offsets, dtype=np.int64)
         return positions, np.searchsorted(self._starts, positions, side="right") - 1
+
+
+class _ByLength:
+    """The tokens in order of length. A long text has hundreds of beginnings and ends: tokens that
+    are too short for one are not looked at, and of the others two bytes before the rest.
+    """
+
+    def __init__(self, index: ByteIndex) -> None:
+        lengths = [len(index[token_id]) for token_id in range(len(index))]
+        self._index = index
+        self._ids = np.argsort(lengths, kind="stable")
+        self._lengths = np.array(lengths, dtype=np.int64)[self._ids]
+        tokens = [index[token_id] for token_id in self._ids.tolist()]
+        self._beginnings = _two_bytes(token[:2] for token in tokens)
+        self._ends = _two_bytes(token[:-3:-1] for token in tokens)
+
+    def beginning_with(self, text: bytes) -> list[int]:
+        """Ids of the tokens that begin with ``text`` (not empty)."""
+        ids = self._likely(self._beginnings, text[:2], len(text))
+        return [token_id for token_id in ids if self._index[token_id].startswith(text)]
+
+    def ending_with(self, text: bytes) -> list[int]:
+        """Ids of the tokens that end with ``text`` (not empty)."""
+        ids = self._likely(self._ends, text[:-3:-1], len(text))
+        return [token_id for token_id in ids if self._index[token_id].endswith(text)]
+
+    def _likely(self, of_tokens: np.ndarray[Any, np.dtype[np.uint8]], wanted: bytes, length: int) -> list[int]:
+        start = int(np.searchsorted(self._lengths, length))
+        is_likely = np.ones(len(self._ids) - start, dtype=np.bool_)
+        for column, byte in enumerate(wanted):
+            is_likely &= of_tokens[start:, column] == byte
+        likely: list[int] = self._ids[start:][is_likely].tolist()
+        return likely
+
+
+def _two_bytes(texts: Iterable[bytes]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(b"".join(text.ljust(2, b"\0") for text in texts), dtype=np.uint8).reshape(-1, 2)

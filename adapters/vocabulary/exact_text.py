@@ -8,7 +8,7 @@ one (Llama 2, Mistral: by a normaliser that prepends ``▁``, or by ``prepend_sc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from adapters.vocabulary.byte_index import ByteIndex
 from adapters.vocabulary.token_bytes import TokenSpelling, added_tokens
@@ -43,8 +43,9 @@ class TextEncoder:
         added = {text: token_id for text, token_id in added_tokens(tokenizer).items() if token_id < size}
         written = dict(zip(added, self._bytes(list(added.values())), strict=True))
         self._added = {text: token_id for text, token_id in added.items() if written[text] in (b"", text.encode())}
-        names = sorted(self._added, key=len, reverse=True)
-        self._names = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+        self._lengths = sorted({len(name) for name in self._added}, reverse=True)
+        begins = {name[0] for name in self._added}
+        self._begins = re.compile(f"[{''.join(map(re.escape, sorted(begins)))}]") if begins else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, none for an empty one.
@@ -53,12 +54,29 @@ class TextEncoder:
             ValueError: it cannot be written in tokens of this vocabulary.
         """
         ids: list[int] = []
-        for part in [text] if self._names is None else self._names.split(text):
+        for part in self._parts(text):
             if part in self._added:
                 ids.append(self._added[part])
             elif part:
                 ids += self._plain(part)
         return ids
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The names of added tokens in ``text``, the longest where several begin, and what is
+        between them. Some models have thousands: they are not compared one by one.
+        """
+        begin = at = 0
+        while self._begins is not None and (found := self._begins.search(text, at)):
+            at = found.start()
+            ends = (at + length for length in self._lengths)
+            name = next((text[at:end] for end in ends if text[at:end] in self._added), None)
+            if name is None:
+                at += 1
+                continue
+            yield text[begin:at]
+            yield name
+            begin = at = at + len(name)
+        yield text[begin:]
 
     def _plain(self, text: str) -> list[int]:
         wanted = text.encode()

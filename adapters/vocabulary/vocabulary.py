@@ -112,7 +112,7 @@ class Vocabulary:
         if tokenizer is None:
             return ()
         try:
-            is_one = text in added_tokens(tokenizer) or text.encode() in self.token_bytes
+            is_one = text in self._added or text.encode() in self.token_bytes
             ids = self.encode(text) if is_one else []
         except ValueError:  # it cannot write it, or nobody can: half a surrogate pair
             return ()
@@ -127,6 +127,11 @@ class Vocabulary:
         if self.tokenizer is None:
             raise ValueError("decoding needs a tokenizer, and this model was loaded without one")
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        """Ids of added tokens by their text."""
+        return {} if self.tokenizer is None else added_tokens(self.tokenizer)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -147,8 +152,7 @@ class Vocabulary:
     @cached_property
     def added_token_ids(self) -> frozenset[int]:
         """Ids of added tokens (outside the tokenizer's model), and of all special ones."""
-        added = () if self.tokenizer is None else added_tokens(self.tokenizer).values()
-        return frozenset(added) | self.special_token_ids
+        return frozenset(self._added.values()) | self.special_token_ids
 
     def derived(self, key: str, make: Callable[[], T]) -> T:
         """``make()``, once per vocabulary and key: script masks, tries, the grammar cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from math import inf
@@ -220,3 +221,22 @@ def test_a_processor_added_late_holds_tokens_like_an_early_one() -> None:
     late.add([member.processor for member in world.chain().members])
     assert late.held_from == joined.held_from == 2
     assert late.receipt.as_json() | {"processors": ()} == joined.receipt.as_json() | {"processors": ()}
+
+
+class Unlisted(dict[int, set[int]]):
+    """Must not be gone through from the first on."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError
+
+
+def test_a_rewind_does_not_look_at_earlier_bans() -> None:
+    """A long answer with many of them looked at all for each token that was taken back."""
+    chain, first = WORLDS["the issue's"].chain((0, 1, 1, 0, 1, 1)), len(PROMPT)
+    backtracking = chain._history.backtracking
+    assert backtracking is not None
+    backtracking._bans = [Unlisted({first: {5}, first + 2: {6}, first + 5: {7}, first + 3: {8}})]
+    chain.rewind(first + 3)
+    assert dict(backtracking._bans[0].items()) == {first: {5}, first + 2: {6}, first + 3: {8}}
+    chain.rewind(first + 2)
+    assert list(backtracking._bans[0].keys()) == [first, first + 2]

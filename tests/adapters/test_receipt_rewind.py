@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.chain import ProcessorChain
+from adapters.chain.receipts import ProcessorRecord
 from adapters.contract import Ban, Context, Edit, Force, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.vocabulary import Vocabulary
 
@@ -78,3 +80,13 @@ def test_an_earlier_receipt_is_read_while_it_counts_on(kept: int, more: int) -> 
     earlier = begun()
     accept(earlier, kept)
     assert chain.receipt.before(len(PROMPT) + kept).as_json() == earlier.receipt.as_json()
+
+
+def test_a_receipt_of_earlier_is_not_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each delta of an answer has one: all of its positions were added again, one by one."""
+    chain = begun()
+    accept(chain, 40)
+    added = list[int]()
+    monkeypatch.setattr(ProcessorRecord, "add", lambda record, at, *_: added.append(at))
+    chain.receipt.before(len(PROMPT) + 30)
+    assert added == []

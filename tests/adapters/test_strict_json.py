@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from effort import examples
+from growth import peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,3 +75,12 @@ def test_a_repeated_key_is_named_with_its_path(steps: list[int | str], behind: s
     whole = f"all{'' if path[:1] == '[' else '.'}{path}"
     shown = "".join(each if each.isprintable() else "?" for each in whole[:60])
     assert raised.value.path == (shown if not behind else "x")
+
+
+@pytest.mark.parametrize("written", ['"r": {"a": 1, "a": 2}', r'"r": "\ud83d\ude00"'], ids=["repeated", "pair"])
+def test_a_long_key_is_not_written_for_each_item(written: str) -> None:
+    def read(count: int) -> None:
+        read_object(f'{{{written}, "{"k" * count}": [{"0, " * count}0]}}'.encode())
+
+    small, large = (peak_bytes(partial(read, count)) for count in (2000, 4000))
+    assert large < 3 * small

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 from effort import examples
+from growth import num_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import sentencepiece
@@ -165,6 +166,12 @@ def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None
         if token and (text in token or ends or begins or within):
             touching.add(i)
     assert index.touching(text) == {i: tokens[i] for i in sorted(touching)}
+
+
+def test_one_long_token_makes_no_text_slow() -> None:
+    """Each part of the text that was as short as it was looked for."""
+    index = ByteIndex([b"x" * 2000, b"a", b"ab"])
+    assert num_lines(lambda: index.touching(b"ab" * 1000)) < 100_000
 
 
 @given(TOKENS, NEEDLE)

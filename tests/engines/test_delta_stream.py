@@ -9,9 +9,12 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines import FinishReason, TokenDelta
+from worker.engines import FinishReason, TokenDelta, TokenLogprob
 from worker.engines.delta_stream import DeltaStream
+from worker.engines.embedded.plan import Output, Request
+from worker.engines.embedded.serving.stream import Stream
 from worker.errors import EngineBroken, ServingError
+from worker.sampling import SamplingParams
 
 PUTS: tuple[FinishReason | None, ...] = (None, "length", "stop", "cancelled", "error")
 
@@ -105,3 +108,17 @@ async def test_a_consumer_that_was_cancelled_may_take_again() -> None:
     delta = TokenDelta([1], finish_reason="stop")
     stream.put(delta)
     assert [each async for each in stream] == [delta]
+
+
+def test_log_probabilities_are_not_copied_for_each_token() -> None:
+    """An answer that is not taken, as a batch's, copied all of them for each token."""
+    request = Request("a", 0, SamplingParams(), [5], 1, 100, frozenset(), 0)
+    stream = Stream(request, None)  # type: ignore[arg-type]
+    entries = [[TokenLogprob(token_id, -1.0, 1)] for token_id in range(3)]
+    stream.push(Output("a", 0, logprobs=entries[0]))
+    assert stream.untaken is not None
+    kept = stream.untaken.logprobs
+    for token_id in (1, 2):
+        stream.push(Output("a", token_id, logprobs=entries[token_id]))
+    assert stream.untaken.logprobs is kept
+    assert kept == entries

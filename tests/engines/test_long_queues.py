@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from test_turns import BLOCK, Engine, request
 
 from worker.engines.embedded.admission_order import Admission
 from worker.engines.embedded.kv_cache.cache import KvCache
+from worker.engines.embedded.plan import Request
 
 MANY = 256
 
@@ -54,3 +57,22 @@ def test_more_than_half_of_a_prompt_is_waited_for(prompt: int, start: int, end: 
     waits = Admission(queues, None)._awaits_prefix(one, pending)  # type: ignore[arg-type]
     assert waits == (2 * num_shared * BLOCK > prompt)
     assert pending.num_looks <= 2
+
+
+def test_no_prompt_is_looked_at_while_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step put the hashes of all blocks of a long prompt into a set, for nobody."""
+    engine, num_looks, pending = Engine(slots=2), 0, Admission._pending
+    engine.scheduler.add(request("a", "a", MANY * BLOCK))
+    engine.scheduler.add(request("b", "b", MANY * BLOCK))
+    engine.step()
+    engine.scheduler.add(request("c", "c", MANY * BLOCK))
+
+    def counted(admission: Admission, requests: Iterable[Request]) -> set[int]:
+        nonlocal num_looks
+        num_looks += 1
+        return pending(admission, requests)
+
+    monkeypatch.setattr(Admission, "_pending", counted)
+    engine.step()
+    assert len(engine.running) == 2
+    assert num_looks == 0

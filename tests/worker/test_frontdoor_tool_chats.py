@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from test_frontdoor_exchange import FIELDS, USAGE, chunk_of, says
 from test_frontdoor_server import House, error_of, house, post
 from written_calls import Call, written
 
+from adapters.grammars import json_schema
+from worker.frontdoor import tool_reading
 from worker.frontdoor.exchange import encoded
 from worker.frontdoor.field_checks import is_before_1_6
 
@@ -135,3 +138,19 @@ async def test_a_bad_field_is_refused_before_anything_is_asked() -> None:
             status, error = error_of(await at.ask(post(encoded({**TOOLS, "stream": True, **wrong}))))
             assert (status, error["param"]) == (400, param)
         assert at.frontends[0].requests == []
+
+
+async def test_schemas_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile one takes a second, in which nobody else was answered."""
+    threads, kinds = set[threading.Thread](), json_schema.argument_kinds
+
+    def counted(*arguments: Any) -> Any:
+        threads.add(threading.current_thread())
+        return kinds(*arguments)
+
+    monkeypatch.setattr(tool_reading, "argument_kinds", counted)
+    async with house(says(*CHUNKS), tool_call_format="qwen3_coder") as at:
+        answer = await at.ask(post(encoded(TOOLS)))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert threads
+    assert threading.main_thread() not in threads

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from growth import peak_bytes
 
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.frontend_errors import error_of, field_in, shortened
@@ -52,3 +53,11 @@ def test_a_long_value_is_shown_in_part(quote: str) -> None:
 def test_what_stands_between_values_is_shown() -> None:
     message = f"`a` {'must be one of the following ' * 9} `b`"
     assert shortened(message) == message
+
+
+@pytest.mark.parametrize("said", ["recursion limit exceeded", "number out of range", "invalid type: integer `7`"])
+def test_a_long_path_is_not_written_for_each_value(said: str) -> None:
+    value: Any = [0] * 10_000
+    for _ in range(100):
+        value = {"k" * 60: value}
+    assert peak_bytes(lambda: field_in(_BODY + said, CHAT, {"messages": [value]})) < 5_000_000

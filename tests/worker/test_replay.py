@@ -14,6 +14,7 @@ import pytest_asyncio
 from served_worker import Answer, Client, serving
 
 from adapters.client import processor, selection
+from adapters.contract import MAX_LIST
 from worker.__main__ import main
 from worker.errors import ConfigurationError
 from worker.models import DEFAULT_MODEL, model_cache
@@ -23,7 +24,7 @@ from worker.replay.prompt import read_prompt
 from worker.replay.recorded import RecordedAdapter, RecordedModel, RecordedReceipt, RecordedWeights
 from worker.replay.verdict import check_model_digest
 from worker.requests.receipts import ServerRecord, TokenDigest
-from worker.tiny_model import write_tiny_model
+from worker.tiny_model import CONTEXT_LENGTH, write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -471,12 +472,28 @@ async def test_the_tokens_of_an_answer_come_from_its_response(
     for data, message in (
         ([1, 2], "answer_digest: the receipt is of another answer"),
         ({"choices": []}, "expected a JSON list of token ids, or a response with logprobs"),
+        (
+            {"choices": [{"logprobs": {"content": [{"token": "Hello"}]}}]},
+            "expected a JSON list of token ids, or a response with logprobs",
+        ),
         ([1.5], "expected a JSON list of token ids"),
     ):
         path = files.receipt.with_name("other.json")
         path.write_text(json.dumps(data))
         assert await files.replay(response, PROMPT, "--answer-file", str(path)) == 2
         assert message in capsys.readouterr().err
+
+
+async def test_decisions_of_a_long_answer_are_made_again(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has more tokens than a list in a client's request."""
+    answer = await plain.ask(PROMPT, stop_conditions={"max_tokens": 1, "ignore_eos": True})
+    number = MAX_LIST + 1
+    answer.receipt["generated_tokens"] = number
+    _, lines = await decided(answer, files, capsys, [answer.token_ids[0]] * number)
+    made = CONTEXT_LENGTH - len(PROMPT)  # the model can go no further
+    assert lines[0].startswith(f"decisions: {made} of {number} tokens are allowed by the processors, ")
 
 
 async def test_an_answer_that_differs_from_the_record_is_reported(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engines import TokenDelta, TokenLogprob
+from worker.text.stop_strings import StopStrings
 from worker.text.stop_text import StopText
 
 SPECIAL = 0
@@ -65,3 +67,16 @@ def test_the_end_replaces_another() -> None:
     stop_text = StopText(Bytes(), ["ab"])
     stop_text.end(delta)
     assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ([*b"ab"], "stop", None)
+
+
+def test_only_new_text_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text behind a long stop string was searched again for each token."""
+    num_searched, first = list[int](), StopStrings.first
+
+    def counted(stops: StopStrings[bytes], text: bytes, after: int = 0) -> tuple[int, int] | None:
+        num_searched.append(len(text) - after)
+        return first(stops, text, after)
+
+    monkeypatch.setattr(StopStrings, "first", counted)
+    assert ended([*b"a" * 100], [], ["ab" * 100]) is None
+    assert num_searched == [2] * 100

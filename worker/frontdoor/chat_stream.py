@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
@@ -15,7 +16,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.refusal_reading import explained
 from worker.frontdoor.returned_tokens import join_returned, joined_nvext
-from worker.frontdoor.tool_reading import tool_reading
+from worker.frontdoor.tool_reading import ToolReading, reads_schemas, tool_reading
 
 
 class AnswerFailed(Exception):
@@ -49,11 +50,11 @@ async def chat(
         Refused: no chunk has come: a field is refused, or the frontend answers with an error.
         AnswerFailed: the answer ended before its end.
     """
-    reading = tool_reading(fields, caller.door.calls)
-    stage = None if reading is None or path != CHAT else reading.stage()
     chunks = await ask(caller, fields, path)
     has_begun = False
     try:
+        reading = await _reading(caller, fields)  # behind all checks: what is refused is not read
+        stage = None if reading is None or path != CHAT else reading.stage()
         async for chunk in chunks:
             has_begun = True
             if annotations is not None:
@@ -65,6 +66,12 @@ async def chat(
         raise (AnswerFailed(reason) if has_begun else reason) from None
     finally:
         chunks.close()
+
+
+async def _reading(caller: Caller, fields: dict[str, Any]) -> ToolReading | None:
+    """See `tool_reading`; what takes long is done beside the event loop."""
+    read = partial(tool_reading, fields, caller.door.calls)
+    return await caller.door.rewriting.aside(read) if reads_schemas(fields, caller.door.calls) else read()
 
 
 def assembled(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:

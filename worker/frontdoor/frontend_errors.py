@@ -6,7 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
 from worker.frontdoor.field_checks import Body
@@ -81,10 +81,10 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     if message == "Invalid request":  # 1.6.1's reason for ids beyond the vocabulary
         return _ids_in(path, fields)
     if "recursion limit" in message:
-        place = max((place for place, _, _ in _values(fields)), key=lambda each: each.count(".") + each.count("["))
-        return re.split(r"[.\[]", place, maxsplit=1)[0]
+        place = max((place for place, _, _ in _values(fields)), key=lambda each: each.depth)
+        return re.split(r"[.\[]", place.path, maxsplit=1)[0]
     if "number out of range" in message:
-        return next((place for place, _, value in _values(fields) if _is_beyond_float(value)), None)
+        return next((place.path for place, _, value in _values(fields) if _is_beyond_float(value)), None)
     enum, missing, key = _ENUM.search(message), _MISSING.search(message), _KEY.search(message)
     if enum and enum[1].endswith("MessageContent"):
         return _message_without_content(fields) or "messages"
@@ -95,10 +95,10 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
     if missing:
         return _CONTAINERS.get(missing[1], missing[1])
     if key:
-        return next((place for place, name, _ in _values(fields) if name == key[1]), key[1])
+        return next((place.path for place, name, _ in _values(fields) if name == key[1]), key[1])
     shown = _VALUE.search(message)
     places = [] if shown is None else [place for place, _, value in _values(fields) if _is_shown(value, shown)]
-    return places[0] if len(set(places)) == 1 else None
+    return places[0].path if len(places) == 1 else None
 
 
 def _message_without_content(fields: Body) -> str | None:
@@ -136,18 +136,44 @@ def _field_of(message: str) -> str | None:
     return field if colon and " " not in field else None
 
 
-def _values(fields: Body) -> Iterator[tuple[str, str, Any]]:
-    """Path, key and value of everything in a request, up to `_MOST_VALUES`."""
-    waiting = deque((printable(name), name, value) for name, value in fields.items())
+class _Place(NamedTuple):
+    """Place of a value in a request. Its path is written where it is shown: a list has many items,
+    whose paths all begin with that of the list.
+
+    Attributes:
+        outer: Place of the object or list that it is in, None at the top.
+        step: Its key, or its index.
+        depth: Number of objects and lists around it.
+    """
+
+    outer: _Place | None
+    step: str | int
+    depth: int
+
+    @property
+    def path(self) -> str:
+        """Path of the value."""
+        steps: list[str] = []
+        place: _Place | None = self
+        while place is not None:
+            steps.append(f"[{place.step}]" if isinstance(place.step, int) else f".{printable(place.step)}")
+            place = place.outer
+        return "".join(reversed(steps)).removeprefix(".")
+
+
+def _values(fields: Body) -> Iterator[tuple[_Place, str, Any]]:
+    """Place, key and value of everything in a request, up to `_MOST_VALUES`."""
+    waiting = deque((_Place(None, name, 0), name, value) for name, value in fields.items())
     for _ in range(_MOST_VALUES):
         if not waiting:
             return
         place, name, value = waiting.popleft()
         yield place, name, value
+        depth = place.depth + 1
         if isinstance(value, dict):
-            waiting += [(f"{place}.{printable(key)}", key, each) for key, each in value.items()]
+            waiting += [(_Place(place, key, depth), key, each) for key, each in value.items()]
         elif isinstance(value, list):
-            waiting += [(f"{place}[{i}]", name, each) for i, each in enumerate(value)]
+            waiting += [(_Place(place, i, depth), name, each) for i, each in enumerate(value)]
 
 
 def _is_beyond_float(value: Any) -> bool:

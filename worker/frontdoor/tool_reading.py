@@ -9,7 +9,7 @@ from typing import Any
 
 from adapters.calls import FORMATS, CallFormat
 from adapters.calls.xml_values import TAGS
-from adapters.grammars.json_schema import SchemaRefused, argument_kinds
+from adapters.grammars.json_schema import MAX_WORK_OF_ALL, SchemaRefused, argument_kinds, limited
 from worker.frontdoor.calls import CallParser, Kinds
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.tool_choice import forces_call, with_allowed_tools
@@ -52,7 +52,7 @@ def needs_chunks(fields: Body, calls: ToolCallSettings | None, *, parses: bool) 
     if not isinstance(fields.get("stream"), bool | None):
         return False  # the frontend refuses it
     if fields.get("tools") and fields.get("tool_choice") != "none":
-        return tool_reading(fields, calls) is not None
+        return bool(_functions(fields, calls))
     return parses and not fields.get("stream")
 
 
@@ -66,21 +66,29 @@ def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | 
     Raises:
         FieldRefused: ``tool_choice`` allows tools that there are not.
     """
-    if calls is None or not isinstance(fields.get("tools"), list) or fields.get("tool_choice") == "none":
+    functions = _functions(fields, calls)
+    if calls is None or not functions:
         return None
-    tools = with_allowed_tools(fields)["tools"]
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     spelling = FORMATS[calls.name]
-    kinds = {
-        function["name"]: _kinds(function.get("parameters"), spelling)
-        for function in functions
-        if isinstance(function, dict) and isinstance(function.get("name"), str)
-    }
-    if not kinds:
-        return None
+    with limited(MAX_WORK_OF_ALL):
+        kinds = {function["name"]: _kinds(function.get("parameters"), spelling) for function in functions}
     hidden = frozenset[str]() if fields.get("skip_special_tokens") is False else calls.special_tokens
     short_ids = calls.support is not None and calls.support.short_ids
     return ToolReading(spelling, kinds, forces_call(fields), hidden, short_ids)
+
+
+def reads_schemas(fields: Body, calls: ToolCallSettings | None) -> bool:
+    """Whether `tool_reading` reads the schemas of the tools, which may take a second."""
+    return calls is not None and FORMATS[calls.name].arguments in TAGS and bool(fields.get("tools"))
+
+
+def _functions(fields: Body, calls: ToolCallSettings | None) -> list[Body]:
+    """The functions whose calls are read in the answer; raises as `tool_reading`."""
+    if calls is None or not isinstance(fields.get("tools"), list) or fields.get("tool_choice") == "none":
+        return []
+    tools = with_allowed_tools(fields)["tools"]
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
 
 
 def _kinds(schema: Any, spelling: CallFormat) -> Kinds:

@@ -17,7 +17,7 @@ import torch
 
 from adapters.catalog import Requested, Selection
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_plan
-from adapters.contract import Context
+from adapters.contract import ArgumentError, Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
@@ -152,7 +152,7 @@ def _ids(data: Any) -> list[int] | None:
         try:
             texts = [each["token"] for each in data["choices"][0]["logprobs"]["content"]]
             return [int(text.removeprefix(TOKEN_ID)) for text in texts]
-        except (KeyError, IndexError, TypeError, AttributeError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return None
     is_list = isinstance(data, list) and all(type(each) is int and 0 <= each < 2**31 for each in data)
     return data if is_list else None
@@ -190,10 +190,22 @@ async def decisions(
 
 
 async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int], beside: Sequence[Requested]) -> Request:
-    """A request whose answer is the recorded one, with the processors `beside`."""
+    """A request whose answer is the recorded one, with the processors `beside`.
+
+    An answer may have more tokens than a list in a client's request.
+    """
     params = SamplingParams(max_tokens=len(answer), ignore_eos=True, seed=0)
-    forced = Requested(ForcedPrefix.name, {"token_ids": list(answer)})
-    return await model.request("forced", prompt, params, Selection((*beside, forced)))
+    request = await model.request("forced", prompt, params, Selection(tuple(beside)))
+    context = Context(model.chains.vocabulary)
+    if request.chain is None:
+        request.chain = ProcessorChain([], context)
+        request.chain.start(prompt)
+    try:
+        forced = ForcedPrefix(ForcedPrefix.Args.model_construct(token_ids=list(answer)), context)
+    except ArgumentError as error:
+        raise ConfigurationError(f"--answer-file: {error.problem}") from None
+    request.chain.add([forced])
+    return request
 
 
 def lines(found: Sequence[Decision], receipt: RecordedReceipt, tokenizer: Any) -> list[str]:

@@ -56,7 +56,7 @@ class StopText:
         added = self._token_bytes[token_id]
         text = self._text + added if added else b""
         self._text = self._stops.tail(text)
-        found = self._stops.first(text)
+        found = self._stops.first(text, len(text) - len(added))
         if found is not None:
             start, end = found
             self.stopped_by = text[start:end].decode()

@@ -20,6 +20,7 @@ def _items(solver: Solver, schema: dict[str, Any], _: str, place: str, holds: bo
     rest = solver.goal(schema.get(rest_key, True), inside(place, rest_key))
     if holds:
         return instead([Items(prefix, rest)], Items)
+    solver.count(inside(place, tuples), len(prefix) ** 2 // 2)  # an array for each wrong item, as long as its place
     found = [Items((*[TRUE] * i, denied(goal)), low=i + 1) for i, goal in enumerate(prefix) if goal != TRUE]
     if rest == FALSE:
         found.append(Items(low=len(prefix) + 1))

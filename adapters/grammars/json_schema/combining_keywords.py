@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import combinations
@@ -45,18 +46,20 @@ def _one_of(solver: Solver, schema: dict[str, Any], place: str, _: str, holds: b
     shapes = [solver.shapes_of((number, True)) for number in parts]
     overlapping = list[tuple[int, int]]()
     for one, other in combinations(range(len(parts)), 2):
-        solver.count(place, len(shapes[one]) * len(shapes[other]))
+        solver.count(place, max(1, len(shapes[one]) * len(shapes[other])))
         if not solver.are_disjoint(shapes[one], shapes[other]):
             overlapping.append((one, other))
     if not holds:
         two = [solver.meet(shapes[one], shapes[other], place) for one, other in overlapping]
         return union([*_all(solver, parts, place, False), *(shape for each in two for shape in each)])
+    beside = defaultdict[int, list[int]](list)
+    for one, other in overlapping:
+        beside[one].append(other)
+        beside[other].append(one)
     found = list[Shape]()
     for index, alone in enumerate(shapes):
-        for pair in overlapping:
-            if index in pair:
-                other = parts[pair[pair[0] == index]]
-                alone = solver.meet(alone, solver.shapes_of((other, False)), place)
+        for other in beside[index]:
+            alone = solver.meet(alone, solver.shapes_of((parts[other], False)), place)
         found += alone
     return union(found)
 

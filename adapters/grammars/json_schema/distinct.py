@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from adapters.grammars.json_schema.grammar_shapes import GrammarShape
 from adapters.grammars.json_schema.scalars import Scalars
-from adapters.grammars.json_schema.shapes import TRUE, Goal, Items
+from adapters.grammars.json_schema.shapes import TRUE, Goal, Items, count_cases
 
 MAX_STEPS = 8_192
 """Transitions of one array."""
@@ -51,6 +51,7 @@ class ListedValues:
             values = self._scalars.listed(shape)
             if values is None:
                 return None
+            count_cases(len(values))
             found |= values
         return found
 

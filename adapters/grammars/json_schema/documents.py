@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -18,7 +20,17 @@ _DATA = frozenset({"const", "enum", "default", "examples", "x-guidance"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 """Keywords whose values hold schemas by name."""
 
+MAX_ADDRESS = 2_048
+"""Characters of an address that references are relative to: each of them is joined with it."""
+
 _SHOWN = 48
+
+_INDEX = re.compile("[0-9]{1,9}")
+
+_PLACE = 256
+"""Characters of a place that is shown whole. Each schema keeps its own, which begins with that of
+the schema that it is in.
+"""
 
 
 class SchemaDocument:
@@ -41,25 +53,25 @@ class SchemaDocument:
         self._places = ["#"]
         self._numbers: dict[int, int] = {}
         self._base_of: dict[int, str] = {}
-        self._targets: dict[str, Any] = {}
+        self._targets: dict[tuple[str, str], Any] = {}  # by address and fragment
         self._dynamic: dict[str, list[Any]] = {}
         self._kept: list[Any] = []
         for schema, base in _resources(root, self._id_key):
             self._base_of[id(schema)] = base
             self._name(schema, base)
-        self._targets.setdefault("", root)
+        self._targets.setdefault(("", ""), root)
 
     def _name(self, schema: dict[str, Any], base: str) -> None:
         if _own_id(schema, self._id_key) is not None or schema is self._root:
-            self._targets.setdefault(base, schema)
+            self._targets.setdefault((base, ""), schema)
         for key in ("$anchor", "$dynamicAnchor"):
             if isinstance(schema.get(key), str):
-                self._targets.setdefault(f"{base}#{schema[key]}", schema)
+                self._targets.setdefault((base, schema[key]), schema)
         if isinstance(schema.get("$dynamicAnchor"), str):
             self._dynamic.setdefault(schema["$dynamicAnchor"], []).append(schema)
         plain = schema.get(self._id_key)
         if isinstance(plain, str) and plain.startswith("#") and len(plain) > 1:
-            self._targets.setdefault(base + plain, schema)
+            self._targets.setdefault((base, plain[1:]), schema)
 
     def number(self, schema: Any, place: str) -> int:
         """Number of ``schema``, which is at ``place``.
@@ -108,28 +120,32 @@ class SchemaDocument:
         reference = schema[keyword]
         if not isinstance(reference, str):
             raise SchemaRefused(f"{place}: expected a text, got {shown(reference)}")
-        address = urljoin(self._base_of.get(id(schema), ""), reference)
-        base, fragment = urldefrag(address)
+        try:
+            address = urljoin(self._base_of.get(id(schema), ""), reference)
+            base, fragment = urldefrag(address)
+        except ValueError:
+            raise SchemaRefused(f"{place}: expected a reference, got {shown(reference)}") from None
         if keyword != "$ref" and (
-            len(self._dynamic.get(fragment, ())) > 1 or (keyword == "$recursiveRef" and len(self._resources()) > 1)
+            len(self._dynamic.get(fragment, ())) > 1 or (keyword == "$recursiveRef" and self._num_resources > 1)
         ):
             raise SchemaRefused(f"{place}: may lead to several schemas")
         if fragment and not fragment.startswith("/"):
-            target = self._targets.get(f"{base}#{fragment}", _NONE)
+            target = self._targets.get((base, fragment), _NONE)
         else:
-            target = self._pointed(self._targets.get(base, _NONE), fragment)
+            target = self._pointed(self._targets.get((base, ""), _NONE), fragment)
         if target is _NONE:
             raise SchemaRefused(f"{place}: there is no {shown(reference)} in this document")
-        return self.number(target, address if base else f"#{fragment}")
+        return self.number(target, inside(address if base else f"#{fragment}"))
 
-    def _resources(self) -> set[int]:
-        return {id(target) for address, target in self._targets.items() if "#" not in address}
+    @cached_property
+    def _num_resources(self) -> int:
+        return len({id(target) for (_, fragment), target in self._targets.items() if not fragment})
 
     def _pointed(self, target: Any, pointer: str) -> Any:
         """Value at a JSON pointer (RFC 6901) inside ``target``."""
         for part in unquote(pointer).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and part.isdigit() and int(part) < len(target):
+            if isinstance(target, list) and _INDEX.fullmatch(part) and int(part) < len(target):
                 target = target[int(part)]
             elif isinstance(target, dict) and part in target:
                 target = target[part]
@@ -146,6 +162,17 @@ def _own_id(schema: dict[str, Any], key: str) -> str | None:
     return found if isinstance(found, str) and found and not found.startswith("#") else None
 
 
+def _address(base: str, own: str) -> str:
+    """The address of a schema with an id. Raises `SchemaRefused`."""
+    try:
+        found = urldefrag(urljoin(base, own))[0]
+    except ValueError:
+        raise SchemaRefused(f"#: expected an id, got {shown(own)}") from None
+    if len(found) > MAX_ADDRESS:
+        raise SchemaRefused(f"#: expected ids of at most {MAX_ADDRESS} characters")
+    return found
+
+
 def _resources(root: Any, id_key: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Every schema of a document, and the address that its references are relative to."""
     waiting = [(root, "", 0, False)]
@@ -158,7 +185,7 @@ def _resources(root: Any, id_key: str) -> Iterator[tuple[dict[str, Any], str]]:
         if isinstance(found, dict):
             if not is_map:
                 own = _own_id(found, id_key)
-                base = urldefrag(urljoin(base, own))[0] if own is not None else base
+                base = _address(base, own) if own is not None else base
                 yield found, base
             for key, each in found.items():
                 if isinstance(each, dict | list) and (is_map or key not in _DATA):
@@ -175,5 +202,6 @@ def shown(value: Any) -> str:
 
 
 def inside(place: str, *parts: str | int) -> str:
-    """The place of a part of what is at ``place``."""
-    return "/".join([place, *(str(part).replace("~", "~0").replace("/", "~1") for part in parts)])
+    """The place of a part of what is at ``place``; the middle of a long one is left out."""
+    found = "/".join([place, *(str(part).replace("~", "~0").replace("/", "~1") for part in parts)])
+    return found if len(found) <= _PLACE else f"{found[: _PLACE // 2]}…{found[-_PLACE // 2 :]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 
 from adapters.grammars.json_schema.ecma_characters import PatternError
 from adapters.grammars.json_schema.ecma_parser import END, START, Anchor, FlatTerm, Group, LookAround, Parser, Term
@@ -21,6 +21,9 @@ from adapters.grammars.json_schema.patterns import (
 
 MAX_ALTERNATIVES = 256
 """Ways through a pattern whose groups hold anchors."""
+
+MAX_PARTS = 65_536
+"""Parts of all these ways together."""
 
 MAX_PATTERN = 4_096
 """Characters of one pattern."""
@@ -62,9 +65,9 @@ def _sequences(options: tuple[tuple[Term, ...], ...]) -> list[tuple[FlatTerm, ..
         count = len(found)
         for way in ways:
             count = max(count, 1) * len(way)
-        if count > MAX_ALTERNATIVES:
+        if count > MAX_ALTERNATIVES or count * len(ways) > MAX_PARTS:
             raise PatternError("has too many groups with ^, $ or a look-around in them")
-        found += [sum(chosen, ()) for chosen in product(*ways)]
+        found += [tuple(chain.from_iterable(chosen)) for chosen in product(*ways)]
     return found
 
 

@@ -22,6 +22,9 @@ from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 MAX_WORK = 1_000_000
 """Parts of patterns that are looked at for one document: a few seconds."""
 
+MAX_WORK_OF_ALL = 4 * MAX_WORK
+"""The same for all the documents of a request together, such as the schemas of its tools."""
+
 _ANY = r"""
 any: any_scalar | any_array | any_object
 any_scalar: ANY_TEXT | ANY_OTHER
@@ -149,7 +152,7 @@ class Grammar:
 
     def _options(self, goal: Goal) -> str:
         place = self._goals.place(goal)
-        scalars, options = list[str](), list[str]()
+        scalars, size, options = dict[str, None](), 0, list[str]()
         for shape in filter(self._productive.has_value, self._goals.shapes(goal)):
             if isinstance(shape, Object):
                 options.append(self._object(shape, place))
@@ -157,10 +160,11 @@ class Grammar:
                 options.append(self._arrays.array(shape, place))
             elif isinstance(shape, Numbers) and (source := self._scalars.multiples(shape, place)):
                 options.append(source)
-            else:
-                scalars.append(self._scalars.expression(shape))
+            elif (source := self._scalars.expression(shape)) not in scalars:
+                scalars[source], size = None, size + len(source)
+                self._source.check(size)  # before they are joined
         if scalars:
-            sources = list(dict.fromkeys(scalars))
+            sources = list(scalars)
             source = sources[0] if len(sources) == 1 else " | ".join(f"({s})" for s in sources)
             options.append(self._source.terminal(source))
         return " | ".join(options)

@@ -10,7 +10,7 @@ from adapters.grammars.json_schema.distinct import ListedValues, TooMany, is_dis
 from adapters.grammars.json_schema.documents import SchemaDocument
 from adapters.grammars.json_schema.grammar_shapes import GrammarShape, Object, grammar_shapes
 from adapters.grammars.json_schema.keywords import RULES
-from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, Items, SchemaRefused, joined
+from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, Items, SchemaRefused, count_cases, joined
 from adapters.grammars.json_schema.solver import Solver
 
 MAX_GOALS = 20_000
@@ -67,7 +67,7 @@ class ProductiveGoals:
         listed: Values of those that list them.
 
     Raises:
-        SchemaRefused: distinct items have too many combinations.
+        SchemaRefused: distinct items have too many combinations, or there are too many cases.
     """
 
     def __init__(self, goals: ReachableGoals, listed: ListedValues) -> None:
@@ -79,11 +79,17 @@ class ProductiveGoals:
                 for inner in _goals_of(shape):
                     users[inner].add(goal)
         waiting = deque(goals)
+        queued = set(waiting)
         while waiting:
             goal = waiting.popleft()
-            if goal not in self._found and any(map(self.has_value, goals.shapes(goal))):
+            queued.discard(goal)
+            if goal in self._found:
+                continue
+            count_cases(sum(map(_num_goals, goals.shapes(goal))))
+            if any(map(self.has_value, goals.shapes(goal))):
                 self._found.add(goal)
-                waiting.extend(users[goal])
+                waiting.extend(users[goal] - queued)
+                queued |= users[goal]
 
     def __contains__(self, goal: Goal) -> bool:
         return goal in self._found
@@ -129,6 +135,13 @@ class ProductiveGoals:
                     goal = inner
                     break
         return self._goals.place(goal)
+
+
+def _num_goals(shape: GrammarShape) -> int:
+    """Goals that tell whether ``shape`` has a value, at most."""
+    if isinstance(shape, Object):
+        return len(shape.names) + len(shape.extra)
+    return len(shape.prefix) + len(shape.contains) if isinstance(shape, Items) else 0
 
 
 def _goals_of(shape: GrammarShape) -> Iterator[Goal]:

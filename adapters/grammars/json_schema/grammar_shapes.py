@@ -8,7 +8,17 @@ from itertools import product
 from typing import TypeAlias
 
 from adapters.grammars.json_schema.patterns import Both, Language, TooComplex, alt, both, complement, is_empty, text
-from adapters.grammars.json_schema.shapes import FALSE, Goal, Items, Members, Others, SchemaRefused, Shape, joined
+from adapters.grammars.json_schema.shapes import (
+    FALSE,
+    Goal,
+    Items,
+    Members,
+    Others,
+    SchemaRefused,
+    Shape,
+    count_cases,
+    joined,
+)
 
 MAX_CLASSES = 64
 """Classes of names of one object, by the patterns that they match."""
@@ -44,12 +54,14 @@ def grammar_shapes(shape: Shape, place: str) -> Iterator[GrammarShape]:
     """The shapes that a grammar writes for ``shape``.
 
     Raises:
-        SchemaRefused: a grammar cannot count what the schema requires.
+        SchemaRefused: a grammar cannot count what the schema requires, or there are too many cases.
     """
     if isinstance(shape, Members):
         return _objects(shape, place)
-    if isinstance(shape, Items) and shape.contains:
-        return _with_contains(shape, place)
+    if isinstance(shape, Items):
+        count_cases(len(shape.prefix))
+        if shape.contains:
+            return _with_contains(shape, place)
     return iter([shape])
 
 
@@ -58,10 +70,12 @@ def _with_contains(items: Items, place: str) -> Iterator[Items]:
     ((goal, least), *more) = items.contains
     if more or (least > 1 and items.prefix):
         raise SchemaRefused(f"{place}: contains cannot be enforced beside other items")
-    for index, item in enumerate(items.prefix):
-        if items.high is None or index < items.high:
-            prefix = (*items.prefix[:index], joined([item, goal]), *items.prefix[index + 1 :])
-            yield replace(items, prefix=prefix, low=max(items.low, index + 1), contains=())
+    for index, item in enumerate(items.prefix[: items.high]):
+        if index == MAX_CASES:
+            raise SchemaRefused(f"{place}: has more than {MAX_CASES} cases")
+        count_cases(len(items.prefix))
+        prefix = (*items.prefix[:index], joined([item, goal]), *items.prefix[index + 1 :])
+        yield replace(items, prefix=prefix, low=max(items.low, index + 1), contains=())
     if not items.prefix or items.rest != FALSE:
         yield items
 
@@ -80,6 +94,7 @@ def _objects(members: Members, place: str) -> Iterator[Object]:
     for index, chosen in enumerate(product(*choices)):
         if index == MAX_CASES:
             raise SchemaRefused(f"{place}: has more than {MAX_CASES} cases")
+        count_cases(len(names))
         required = {*members.required, *(name for name in chosen if name is not None)}
         listed_names = tuple((name, goal, name in required) for name, goal in names.items())
         yield Object(listed_names, extra, members.low, members.high, int(None in chosen))
@@ -92,6 +107,7 @@ def _named_beyond(names: dict[str, Goal], excluded: frozenset[str]) -> list[str 
 def _extra(members: Members, names: list[str], place: str) -> Iterator[tuple[Language, Goal]]:
     """Classes of names that are not ``names``, by which patterns they match."""
     patterns = list(dict.fromkeys(language for block in members.others for language, _ in block.patterns))
+    count_cases(sum(map(len, names)))
     unnamed = [complement(alt(map(text, names)))] if names else []
     classes = [(both([*members.keys, *unnamed]), frozenset[Language]())]
     for pattern in patterns:

@@ -117,7 +117,7 @@ def _least(left: int | None, right: int | None) -> int | None:
 def size_of(shape: Shape) -> int:
     """Work of an intersection with ``shape``."""
     if isinstance(shape, Members):
-        return 1 + len(shape.names) + len(shape.required)
+        return 1 + sum(map(len, (shape.names, shape.required, shape.others, shape.keys, shape.beyond)))
     if isinstance(shape, Texts):
         return 1 + len(shape.values or ())
-    return 1 + len(shape.prefix) if isinstance(shape, Items) else 1
+    return 1 + len(shape.prefix) + len(shape.contains) if isinstance(shape, Items) else 1

@@ -27,7 +27,7 @@ class LarkSource:
         """
         self._lines.append(f"{name}: {source}")
         self._size += len(name) + len(source)
-        self._check(self._size)
+        self.check(self._size)
 
     def rule(self, source: str) -> str:
         """Name of a new rule."""
@@ -42,7 +42,10 @@ class LarkSource:
         return [f"r{number}" for number in range(first, self._num_rules)]
 
     def terminal(self, source: str) -> str:
-        """Name of a terminal, the same for equal sources."""
+        """Name of a terminal, the same for equal sources. Raises `SchemaRefused` as `add`."""
+        if source not in self._terminals:
+            self._size += len(source)
+            self.check(self._size)
         return self._terminals.setdefault(source, f"T{len(self._terminals)}")
 
     def whole(self, start: str, terminals: Iterable[str]) -> str:
@@ -53,10 +56,11 @@ class LarkSource:
         """
         named = (f"{name}: {source}" for source, name in self._terminals.items())
         found = "\n".join([f"start: {start}", *self._lines, *named, *terminals])
-        self._check(len(found))
+        self.check(len(found))
         return found
 
     @staticmethod
-    def _check(size: int) -> None:
+    def check(size: int) -> None:
+        """Raises `SchemaRefused` if sources of ``size`` characters in all are too many."""
         if size > MAX_GRAMMAR:
             raise SchemaRefused("#: the schema is too large")

@@ -64,8 +64,13 @@ def argument_kinds(schema: Any) -> dict[str, frozenset[Kind]]:
     Raises:
         SchemaRefused: as `arguments_grammar`.
     """
-    goals = ReachableGoals(schema)
-    return _kinds_of(goals)
+    try:
+        with limited(MAX_WORK):
+            return _kinds_of(ReachableGoals(schema))
+    except TooComplex as error:
+        raise SchemaRefused(f"#: a pattern {error}") from None
+    except RecursionError:
+        raise SchemaRefused("#: is nested too deeply") from None
 
 
 def _kinds_of(goals: ReachableGoals) -> dict[str, frozenset[Kind]]:
@@ -136,6 +141,7 @@ class _TaggedArguments(_NamedArguments):
         super().__init__(schema, compact=True)
         self._tags = tags
         self._kinds = _kinds_of(self._goals)
+        self._raw_texts: dict[tuple[int, frozenset[Kind]], str] = {}  # by identity: schemas share what they refer to
 
     def _member(self, name: str, value: Goal, place: str) -> str:
         if set(name) & set(">\n"):
@@ -157,7 +163,10 @@ class _TaggedArguments(_NamedArguments):
         texts += ["ANY_OTHER"] if goal == TRUE else []
         for shape in filter(self._productive.has_value, self._goals.shapes(goal)):
             if isinstance(shape, Texts):
-                texts.append(_raw(shape.as_language(), kinds, self._tags.stop))
+                key = id(shape), kinds
+                if key not in self._raw_texts:
+                    self._raw_texts[key] = _raw(shape.as_language(), kinds, self._tags.stop)
+                texts.append(self._raw_texts[key])
             elif isinstance(shape, Object):
                 yield f"{self._object(shape, place)} {closing}"
             elif isinstance(shape, Items):

@@ -126,7 +126,13 @@ def common(left: Ranges, right: Ranges) -> Ranges:
 
 def text(literal: str) -> Language:
     """The language of one text."""
-    return cat([chars(((ord(char), ord(char)),)) for char in literal])
+    parts = tuple(map(_char, literal))
+    return parts[0] if len(parts) == 1 else _one(Cat, parts)
+
+
+@lru_cache(4096)
+def _char(char: str) -> Language:
+    return chars(((ord(char), ord(char)),))
 
 
 def cat(parts: Iterable[Language]) -> Language:
@@ -259,15 +265,23 @@ _left: ContextVar[list[int] | None] = ContextVar("work left for languages", defa
 
 @contextmanager
 def limited(work: int) -> Iterator[None]:
-    """Limit the decisions within to ``work`` parts together; more raise `TooComplex`."""
-    token = _left.set([work])
+    """Limit the decisions within to ``work`` parts together, and to what is left of an outer limit;
+    more raise `TooComplex`.
+    """
+    outer = _left.get()
+    work = work if outer is None else min(work, outer[0])
+    left = [work]
+    token = _left.set(left)
     try:
         yield
     finally:
         _left.reset(token)
+        if outer is not None:
+            outer[0] -= work - left[0]
 
 
-def _spend(work: int) -> None:
+def spend(work: int) -> None:
+    """Take ``work`` from what is left of a `limited` one. Raises `TooComplex`."""
     left = _left.get()
     if left is not None:
         left[0] -= work
@@ -282,7 +296,7 @@ def matches(language: Language, value: str) -> bool:
         TooComplex: the `limited` work is used up.
     """
     for char in value:
-        _spend(size_of(language))
+        spend(size_of(language))
         language = derivative(language, ord(char))
     return is_nullable(language)
 
@@ -294,7 +308,7 @@ def is_empty(language: Language) -> bool:
         TooComplex: that takes more than `MAX_WORK`, or more than is left of a `limited` work.
     """
     found, work = _emptiness(language)
-    _spend(work)
+    spend(work)
     return found
 
 
@@ -328,13 +342,16 @@ def _successors(language: Language) -> frozenset[Language]:
 
 def _representatives(language: Language) -> list[int]:
     """One code point of each class that no set of its first characters divides."""
-    sets = list(dict.fromkeys(_first_sets(language)))
-    cuts = {0, 0xE000, *(low for ranges in sets for low, _ in ranges), *(high + 1 for r in sets for _, high in r)}
-    found = dict[tuple[bool, ...], int]()
-    for cut in sorted(cuts):
+    turns = {0: 0, 0xE000: 0}  # sets, as bits, that begin or end at a code point
+    for index, ranges in enumerate(dict.fromkeys(_first_sets(language))):
+        for low, high in ranges:
+            turns[low] = turns.get(low, 0) ^ (1 << index)
+            turns[high + 1] = turns.get(high + 1, 0) ^ (1 << index)
+    found, held = dict[int, int](), 0
+    for cut in sorted(turns):
+        held ^= turns[cut]
         if cut <= _LAST and not 0xD800 <= cut < 0xE000:
-            signature = tuple(any(low <= cut <= high for low, high in ranges) for ranges in sets)
-            found.setdefault(signature, cut)
+            found.setdefault(held, cut)
     return list(found.values())
 
 

@@ -46,9 +46,16 @@ class Scalars:
         self._words = words
         self._source = source
         self._with_fraction = with_fraction
+        self._expressions: dict[int, tuple[Shape, str]] = {}  # by identity: schemas share what they refer to
+        self._multiples: dict[int, tuple[Numbers, str | None]] = {}  # likewise
 
     def expression(self, shape: Shape) -> str:
         """Expression of a terminal."""
+        if id(shape) not in self._expressions:
+            self._expressions[id(shape)] = shape, self._written(shape)
+        return self._expressions[id(shape)][1]
+
+    def _written(self, shape: Shape) -> str:
         if isinstance(shape, Null):
             return f"/{self._words.null}/"
         if isinstance(shape, Booleans):
@@ -64,6 +71,11 @@ class Scalars:
         Raises:
             SchemaRefused: llguidance cannot count these multiples exactly.
         """
+        if id(numbers) not in self._multiples:
+            self._multiples[id(numbers)] = numbers, self._written_multiples(numbers, place)
+        return self._multiples[id(numbers)][1]
+
+    def _written_multiples(self, numbers: Numbers, place: str) -> str | None:
         if numbers.step is None or expression(numbers, with_fraction=False) is not None:
             return None
         first, last = multiples(numbers)

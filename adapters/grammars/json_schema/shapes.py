@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from adapters.grammars.json_schema.decimals import Numbers
-from adapters.grammars.json_schema.patterns import ANYTHING, Language, alt, matches, text
+from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, alt, matches, spend, text
 
 Literal: TypeAlias = tuple[int, bool]
 """A schema of the document by its number, and whether it holds or does not."""
@@ -128,7 +128,8 @@ class Members:
     beyond: tuple[frozenset[str], ...] = ()
 
     def value(self, name: str) -> Goal:
-        """Goal of the member ``name``, if it is not one of `names`."""
+        """Goal of the member ``name``, if it is not one of `names`. Raises `SchemaRefused`."""
+        count_cases(len(self.others))
         return joined(block.value(name) for block in self.others)
 
     def allows(self, name: str) -> bool:
@@ -149,6 +150,18 @@ _TOP_OF = dict(zip(KINDS, TOP, strict=True))
 def is_top(shape: Shape) -> bool:
     """Whether it is every value of its type."""
     return shape == _TOP_OF[type(shape)]
+
+
+def count_cases(number: int) -> None:
+    """Count cases of a document that are looked at, as work that is `limited`.
+
+    Raises:
+        SchemaRefused: there are too many.
+    """
+    try:
+        spend(number)
+    except TooComplex:
+        raise SchemaRefused("#: the schema has too many cases") from None
 
 
 def joined(goals: Iterable[Goal]) -> Goal:

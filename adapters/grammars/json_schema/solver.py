@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from adapters.grammars.json_schema.shapes import (
     SchemaRefused,
     Shape,
     Shapes,
+    count_cases,
     joined,
     union,
 )
@@ -151,14 +153,15 @@ class Solver:
         """The values that are in both."""
         if left == TOP or right == TOP:
             return right if left == TOP else left
-        found = list[Shape]()
+        found, of_type = list[Shape](), defaultdict[type[Shape], list[Shape]](list)
+        for other in right:
+            of_type[type(other)].append(other)
         for one in left:
-            for other in right:
-                if type(one) is type(other):
-                    self.count(place, size_of(one) + size_of(other))
-                    both_shapes = meet_shapes(one, other, place, self.is_impossible)
-                    if both_shapes is not None:
-                        found.append(both_shapes)
+            for other in of_type[type(one)]:
+                self.count(place, size_of(one) + size_of(other))
+                both_shapes = meet_shapes(one, other, place, self.is_impossible)
+                if both_shapes is not None:
+                    found.append(both_shapes)
         shapes = union(found)
         if len(shapes) > MAX_SHAPES:
             raise SchemaRefused(f"{place}: has more than {MAX_SHAPES} cases")
@@ -167,6 +170,7 @@ class Solver:
     def count(self, place: str, work: int) -> None:
         """Count ``work``, of which there is `MAX_WORK`."""
         self._work += work
+        count_cases(work)
         if self._work > MAX_WORK:
             raise SchemaRefused(f"{place}: the schema has too many cases")
 

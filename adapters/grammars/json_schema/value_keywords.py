@@ -107,6 +107,7 @@ def _all_but(solver: Solver, value: Any, place: str) -> Shapes:
     elif isinstance(shape, Numbers):
         found += without(Numbers(), number_of(value, place))
     elif isinstance(shape, Items):
+        solver.count(place, len(value) ** 2 // 2)  # an array for each item that may differ, as long as its place
         found = [Items(high=len(value) - 1)] if value else []
         found.append(Items(low=len(value) + 1))
         for index, item in enumerate(value):

@@ -5,6 +5,8 @@ in any split.
 from __future__ import annotations
 
 import pickle
+import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from adapters.processors.multiple_choice import MultipleChoice
 from adapters.processors.thinking import ThinkingBudget
 from adapters.processors.trigger_phrase import TriggerPhrase
 from adapters.vocabulary import Vocabulary, byte_index
+from adapters.vocabulary.exact_text import TextEncoder
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 prefixed = pytest.mark.parametrize("kind", PREFIXED)
@@ -268,3 +271,40 @@ def test_a_trigger_that_names_a_special_token_is_found(kind) -> None:
     processor.start([])
     processor.accept(turn, 0)
     assert processor.edit() == Force(facts.vocabulary.encode("Yes")[0])
+
+
+@given(st.lists(st.sampled_from([*ODD_ADDED, "<", "a", "é", "|>", "x", "-", "]"]), max_size=12).map("".join))
+def test_texts_are_split_at_the_longest_names(text: str) -> None:
+    encoder = TextEncoder(odd_tokenizer(), 1000, lambda: pytest.fail("no index is needed"))
+    names = sorted(encoder._added, key=len, reverse=True)
+    assert len(names) > 5
+    pattern = re.compile(f"({'|'.join(map(re.escape, names))})")
+    assert [part for part in encoder._parts(text) if part] == [part for part in pattern.split(text) if part]
+
+
+@cache
+def odd_tokenizer() -> Any:
+    backend = made("byte-level")
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in [*ODD_ADDED, "]]", "-]"]])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_added_tokens_are_read_once_for_many_tags() -> None:
+    """Some models have thousands of them, and as many names are looked for."""
+    num_read = 0
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            nonlocal num_read
+            num_read += name == "added_tokens_decoder"
+            return getattr(odd_tokenizer(), name)
+
+        def __len__(self) -> int:
+            return len(odd_tokenizer())
+
+    vocabulary = Vocabulary(len(odd_tokenizer()), Counted())
+    counts = []
+    for _ in range(3):
+        assert [len(vocabulary.tag(text)) for text in ("<tag>", "<|a|>", "]]")] == [1, 1, 1]
+        counts.append(num_read)
+    assert counts[1:] == counts[:1] * 2

@@ -40,11 +40,13 @@ class Admission:
         copies = self._admit_starved(order)
         if only_starved:
             return tuple(copies)
+        slots = queues.max_num_seqs - queues.num_rows
+        if slots <= 0 or not order:  # what follows looks at every block of the prompts
+            return tuple(copies)
         fair = fair_chunk(budget)
         reserved = sum(min(fair, remaining(request)) for request in queues.prefilling)
         prefilling = counts_of(queues.prefilling)
         pending = self._pending(queues.prefilling)
-        slots = queues.max_num_seqs - queues.num_rows
         blocked: set[str | None] = set()  # clients whose next request gets no pages
         for request in order:
             if slots <= 0:

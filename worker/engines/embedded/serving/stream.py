@@ -50,7 +50,8 @@ class Stream(DeltaStream):
         if output.token_id is not None:
             delta.token_ids.append(output.token_id)
             if output.logprobs is not None:
-                delta.logprobs = [*(delta.logprobs or ()), output.logprobs]
+                delta.logprobs = delta.logprobs or []
+                delta.logprobs.append(output.logprobs)
         if output.weights is not None:
             delta.weights.append(output.weights)
         if output.num_cached_tokens:

@@ -101,7 +101,9 @@ class BatchAnswerer:
         chunks = [chunk async for chunk in self._messages.chunks(running.id, parsed)]
         if any(chunk.get("finish_reason") in CUT_OFF for chunk in chunks):
             raise Returned
-        return openai.result_line(request, 200, openai.response_body(request, body, chunks, self._messages.tokenizer))
+        # with log probabilities a long answer takes seconds
+        answer = await asyncio.to_thread(openai.response_body, request, body, chunks, self._messages.tokenizer)
+        return openai.result_line(request, 200, answer)
 
     async def _finish(self, running: RunningRequest, line: dict[str, Any], *, refused: bool = False) -> None:
         """Write the result, then acknowledge: a worker that dies between leaves one result."""

@@ -6,6 +6,7 @@ Every field is honoured, without effect by nature, or refused with its name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from adapters.client import from_openai_logit_bias
@@ -143,8 +144,10 @@ def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Itera
     choices: dict[int, Message] = {}
     prompt_tokens = completion_tokens = 0
     for chunk in chunks:
-        choice = choices.setdefault(chunk["index"], {"text": "", "ids": [], "logprobs": [], "tops": [], "reason": None})
-        choice["text"] += chunk.get("text", "")
+        choice = choices.setdefault(
+            chunk["index"], {"texts": [], "ids": [], "logprobs": [], "tops": [], "reason": None}
+        )
+        choice["texts"].append(chunk.get("text", ""))
         choice["ids"] += chunk["token_ids"]
         choice["logprobs"] += chunk.get("log_probs", ())
         choice["tops"] += chunk.get("top_logprobs", ())
@@ -173,26 +176,27 @@ def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Itera
 
 
 def _choice(index: int, choice: Message, is_chat: bool, tokenizer: Any) -> Message:
+    text = "".join(choice["texts"])
     logprobs = _logprobs(choice, tokenizer) if choice["logprobs"] else None
     if is_chat:
         content = None if logprobs is None else {"content": logprobs, "refusal": None}
-        message = {"role": "assistant", "content": choice["text"], "refusal": None}
+        message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": content, "finish_reason": choice["reason"]}
-    return {"index": index, "text": choice["text"], "logprobs": logprobs, "finish_reason": choice["reason"]}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice["reason"]}
 
 
 def _logprobs(choice: Message, tokenizer: Any) -> list[Message]:
     tops = choice["tops"] or [[]] * len(choice["ids"])
+    text_of = cache(lambda token_id: tokenizer.decode([token_id]))  # which takes long, and most come again and again
     found = []
     for token_id, logprob, top in zip(choice["ids"], choice["logprobs"], tops, strict=True):
-        entry = _token(token_id, logprob, tokenizer)
-        entry["top_logprobs"] = [_token(each["token_id"], each["logprob"], tokenizer) for each in top]
+        entry = _token(text_of(token_id), logprob)
+        entry["top_logprobs"] = [_token(text_of(each["token_id"]), each["logprob"]) for each in top]
         found.append(entry)
     return found
 
 
-def _token(token_id: int, logprob: float, tokenizer: Any) -> Message:
-    text = tokenizer.decode([token_id])
+def _token(text: str, logprob: float) -> Message:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
