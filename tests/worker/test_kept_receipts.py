@@ -46,7 +46,7 @@ async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[Toke
 
 
 async def test_the_receipt_comes_at_a_stop_string() -> None:
-    engine = Engine(script)
+    engine: Any = Engine(script)
     worker = WorkerEngine(engine, ARGUMENTS, shut_down=lambda: None, make_chains=chains)
     await worker.start(1)
     chunks = await collect(worker, request(stop_conditions={"max_tokens": 30, "stop": [" three"]}))

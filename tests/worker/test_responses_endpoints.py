@@ -220,7 +220,7 @@ async def test_without_a_store() -> None:
 async def test_a_response_larger_than_the_store_says_so() -> None:
     async with served(Answers([chunk("stop", content="x" * 2**20), usage()]), response_store_mib=1) as (_, client):
         events: list[Any] = [each async for each in await client.responses.create(model="m", input="Hi", stream=True)]
-        whole = await client.responses.create(model="m", input="Hi")
+        whole: Any = await client.responses.create(model="m", input="Hi")
         for response in (events[-1].response, whole):
             assert response.store is False
             with pytest.raises(openai.NotFoundError):

@@ -129,18 +129,18 @@ def test_forgetting_looks_at_each_answer_once() -> None:
     """
 
     class Looked(deque[Sequence[int]]):
-        count = 0
+        num_looked = 0
 
         def __iter__(self) -> Iterator[Sequence[int]]:
             for each in super().__iter__():
-                self.count += 1
+                self.num_looked += 1
                 yield each
 
     corpus = Corpus(200)
     corpus._answers = looked = Looked()
     for number in range(400):
         corpus.add([number])
-    assert looked.count <= 400
+    assert looked.num_looked <= 400
 
 
 # -- lengths

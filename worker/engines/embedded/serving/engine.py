@@ -203,7 +203,7 @@ class EmbeddedEngine:
         """
         if self._info is not None:
             raise StartupError("the embedded engine was started twice")
-        stepper, info = await self._loaded()
+        stepper, info = await self._load_in_thread()
         loop, streams = asyncio.get_running_loop(), self._streams
 
         def break_down(cause: str) -> None:
@@ -221,7 +221,7 @@ class EmbeddedEngine:
         thread.start()
         return info
 
-    async def _loaded(self) -> tuple[Stepper, EngineInfo]:
+    async def _load_in_thread(self) -> tuple[Stepper, EngineInfo]:
         """The stepper and its description; the thread that loads it holds up no process's end."""
         loading = in_daemon_thread("load", lambda: self._load(self.config, self._injected_model))
         self._loading = asyncio.wrap_future(loading)
