@@ -142,7 +142,7 @@ class _Place(NamedTuple):
 
     Attributes:
         outer: Place of the object or list that it is in, None at the top.
-        step: Its key, or its index.
+        step: The key of the value, or its index.
         depth: Number of objects and lists around it.
     """
 

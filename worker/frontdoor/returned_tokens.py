@@ -196,8 +196,8 @@ def joined_versions(
     """The versions of an answer's weights; one that goes on names its own tokens' alone.
 
     Args:
-        earlier: Those of a chunk, as in docs/weights.md; empty for none.
-        later: Those of a later one.
+        earlier: The versions of a chunk, as in docs/weights.md; empty for none.
+        later: The versions of a later chunk.
     """
     if not later:
         return list(earlier)

@@ -54,7 +54,7 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
 
 
 def _computed_with(server: RequestServer) -> dict[str, str]:
-    """What answers of a worker depend on, and one goes on only where it is the same."""
+    """All that answers of a worker depend on: one goes on only where it is the same."""
     assert server.preparation is not None
     info, digest = server.info, server.preparation.model_digest
     return {"numerics": info.made_by, "kv_dtype": info.kv_dtype, "model_digest": digest}
