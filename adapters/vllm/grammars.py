@@ -64,31 +64,45 @@ def wanted_grammars(selection: Selection, context: Context, model: ServedModel) 
     return model.catalog.grammars(selection, context)
 
 
-def grammars_in(body: bytes, model: ServedModel) -> Wanted:
-    """The grammars that the JSON body of a request to vLLM's server names, and the operator's.
+def admitted_grammars(body: bytes, model: ServedModel) -> Wanted:
+    """The grammars that the JSON body of a request to vLLM's server names, and the operator's; the
+    body is read once, for these checks too.
 
     Raises:
+        NotApplied: as `check_place` and `check_beams`.
         ValueError: it is not JSON, or its selection cannot be honoured.
         NotCompiled: none can be compiled.
     """
-    named = selection_of(_extra_args(json.loads(body)).get(SELECTION))
+    data = json.loads(body)
+    check_place(data)
+    check_beams(data, model)
+    return grammars_in(data, model)
+
+
+def grammars_in(data: object, model: ServedModel) -> Wanted:
+    """The grammars that a request to vLLM's server names, and the operator's.
+
+    Raises:
+        ValueError: its selection cannot be honoured.
+        NotCompiled: none can be compiled.
+    """
+    named = selection_of(_extra_args(data).get(SELECTION))
     selection = model.policy.apply(named, model.catalog)
     ends = frozenset(model.context.vocabulary.eos_token_ids)
     return wanted_grammars(selection, replace(model.context, end_token_ids=ends), model)
 
 
-def check_beams(body: bytes, model: ServedModel) -> None:
+def check_beams(data: object, model: ServedModel) -> None:
     """Refuse beam search with processors: vLLM asks for each of its steps without any.
 
     Args:
-        body: JSON body of a request to vLLM's server.
+        data: A request to vLLM's server.
         model: The served model.
 
     Raises:
         NotApplied: it asks for beam search, and it or the operator names processors.
-        ValueError: it is not JSON, or its selection cannot be honoured.
+        ValueError: its selection cannot be honoured.
     """
-    data = json.loads(body)
     if not isinstance(data, dict) or not data.get(BEAMS):
         return
     selection = model.policy.apply(selection_of(_extra_args(data).get(SELECTION)), model.catalog)
@@ -97,17 +111,15 @@ def check_beams(body: bytes, model: ServedModel) -> None:
         raise NotApplied(f"{BEAMS}: vLLM's beam search applies no processors, and this request has {names}")
 
 
-def check_place(body: bytes) -> None:
+def check_place(data: object) -> None:
     """Refuse a selection where vLLM does not look for one: it ignores fields that it does not know.
 
     Args:
-        body: JSON body of a request to vLLM's server.
+        data: A request to vLLM's server.
 
     Raises:
         NotApplied: the selection is a field of the body, or in another object than `_extra_args`.
-        ValueError: it is not JSON.
     """
-    data = json.loads(body)
     if not isinstance(data, dict):
         return
     params = data.get("sampling_params")

@@ -13,7 +13,7 @@ from typing import Any
 
 from adapters.grammars.sandbox import SandboxUnavailable
 from adapters.processors.grammar import grammar_cache
-from adapters.vllm.grammars import BEAMS, NotApplied, NotCompiled, are_slow, check_beams, check_place, grammars_in
+from adapters.vllm.grammars import BEAMS, NotApplied, NotCompiled, admitted_grammars, are_slow
 from adapters.vllm.metrics import publish
 from adapters.vllm.model import POLICY, model_of
 from adapters.vllm.requests import SELECTION
@@ -64,9 +64,7 @@ class Middleware:
         in_thread = asyncio.get_running_loop().run_in_executor
         try:
             model = await in_thread(self._threads, model_of, engine.vllm_config)
-            await in_thread(self._threads, check_place, body)
-            await in_thread(self._threads, check_beams, body, model)
-            wanted = await in_thread(self._threads, grammars_in, body, model)
+            wanted = await in_thread(self._threads, admitted_grammars, body, model)
         except NotApplied as error:
             http = importlib.import_module("fastapi")  # of vLLM's server, which answers it as its own refusals
             raise http.HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None

@@ -324,10 +324,10 @@ def test_a_plain_request_waits_for_the_operators_grammar(
 def test_beam_search_is_refused_where_the_operator_asks(model: ServedModel) -> None:
     mandatory = Requested("banned_tokens", {"token_ids": [9]}, origin="mandatory")
     strict = replace(model, policy=ModelPolicy(mandatory=(mandatory,)))
-    body = json.dumps({"use_beam_search": True}).encode()
-    grammars.check_beams(body, model)
+    asked = {"use_beam_search": True}
+    grammars.check_beams(asked, model)
     with pytest.raises(NotApplied, match="banned_tokens"):
-        grammars.check_beams(body, strict)
+        grammars.check_beams(asked, strict)
 
 
 def test_bodies_that_are_not_json_are_not_read(model: ServedModel, compiling: list[Future[Compiled]]) -> None:
@@ -341,9 +341,9 @@ def test_bodies_that_are_not_json_are_not_read(model: ServedModel, compiling: li
 
 
 def test_grammars_in_vllms_own_bodies_are_found(model: ServedModel) -> None:
-    own = json.dumps({"sampling_params": {"extra_args": {"logits_processors": SELECTED}}}).encode()
+    own = {"sampling_params": {"extra_args": {"logits_processors": SELECTED}}}
     assert [path for path, _ in grammars.grammars_in(own, model)] == [ARGUMENT]
-    assert grammars.grammars_in(own, model) == grammars.grammars_in(BODY, model)
+    assert grammars.grammars_in(own, model) == grammars.grammars_in(json.loads(BODY), model)
 
 
 @settings(max_examples=50)
@@ -373,7 +373,7 @@ def test_messages_come_as_they_were_sent(parts: list[bytes], leaves: bool) -> No
 
 
 def wanted(model: ServedModel) -> grammars.Wanted:
-    return grammars.grammars_in(BODY, model)
+    return grammars.grammars_in(json.loads(BODY), model)
 
 
 def test_admission_waits_for_a_bounded_time(model: ServedModel, compiling: list[Future[Compiled]]) -> None:
@@ -483,5 +483,5 @@ def test_the_operators_grammars_are_compiled_ahead(monkeypatch: pytest.MonkeyPat
     (requested,) = selection_of(SELECTED).processors
     forced = served_model(penalises_first=False, policy=ModelPolicy(mandatory=(requested,)))
     empty = b'{"vllm_xargs": {"logits_processors": {"version": 1, "processors": []}}}'
-    assert not grammars.grammars_in(empty, plain)
-    assert len(grammars.grammars_in(empty, forced)) == 1
+    assert not grammars.grammars_in(json.loads(empty), plain)
+    assert len(grammars.grammars_in(json.loads(empty), forced)) == 1

@@ -143,7 +143,7 @@ PER_TOKEN = ("token_ids", "log_probs", "top_logprobs")
 def halves(chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Two chunks that say the same, with half of the tokens each; none for fewer than two tokens.
 
-    What belongs to no token, the text among it, is in the second one.
+    The second one has all that belongs to no token, the text among it.
     """
     half = len(chunk.get("token_ids", ())) // 2
     if not half:
