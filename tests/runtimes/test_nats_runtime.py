@@ -152,6 +152,24 @@ async def test_a_stop_string_ends_the_answer_and_frees_it(client: WorkerClient, 
     await idle(worker)
 
 
+async def test_an_answer_that_a_stop_string_ends_is_whole(client: WorkerClient, worker: NatsWorker) -> None:
+    """It lacked the receipt of all its tokens, and counted as cancelled."""
+
+    def num_ended(outcome: str) -> float:
+        return worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": outcome}) or 0
+
+    text = (await client.generate(**GREEDY)).choices[0].text
+    asked = {**GREEDY, "stop_conditions": {**GREEDY["stop_conditions"], "stop": [text[4:6]]}}
+    before = num_ended("stop"), num_ended("cancelled")
+    answer = await client.generate(**asked, logits_processors={"receipt": True})
+    (choice,) = answer.choices
+    assert choice.text == text[:4]
+    assert choice.engine_data is not None
+    assert choice.engine_data["logits_processors"]["generated_tokens"] == answer.usage["completion_tokens"]
+    await idle(worker)
+    assert (num_ended("stop"), num_ended("cancelled")) == (before[0] + 1, before[1])
+
+
 async def test_64_at_once(client: WorkerClient) -> None:
     requests = [{**GREEDY, "token_ids": [*PROMPT, 20 + number]} for number in range(64)]
     together = await asyncio.gather(*(client.generate(**request) for request in requests))
@@ -178,6 +196,7 @@ async def test_64_at_once(client: WorkerClient) -> None:
         ({"prompt": "a\ud800"}, "prompt", "half of a surrogate pair in prompt"),
         ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content", "half of a surrogate pair"),
         ({"token_ids": [1], "stop_conditions": {"stop": ["\ud800"]}}, "stop_conditions.stop[0]", "half of a surrogate"),
+        ({"token_ids": [1], "stop_conditions": {"stop": ["a", ""]}}, "stop_conditions.stop[1]", "that is not empty"),
         ({"messages": "hi"}, "messages", "must be a list of messages"),
         ({"token_ids": [1], "logits_processors": [{"name": "chioce"}]}, "logits_processors", "did you mean choice"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,8 @@ class ChoiceText:
             chunk["engine_data"] = {**data, ROLLOUT: first_tokens(data[ROLLOUT], self._num_taken - num_before)}
         if self.has_stopped and finish_reason in (None, "length"):
             chunk["finish_reason"] = finish_reason = "stop"
-            chunk.setdefault("completion_usage", self._usage())
+        if self.has_stopped:
+            chunk["completion_usage"] = self._usage(chunk.get("completion_usage"))
         self._move_shown(chunk, is_last=finish_reason is not None)
         is_empty = not chunk["token_ids"] and not chunk.get("text") and finish_reason is None
         return None if is_empty and "engine_data" not in chunk else chunk
@@ -97,10 +99,12 @@ class ChoiceText:
             chunk.pop(STOP_TOKEN, None)
             chunk[STOP_STRING] = answer.stopped_by
 
-    def _usage(self) -> dict[str, Any]:
-        prompt = len(self._request.fields["token_ids"])
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._num_taken,
-            "total_tokens": prompt + self._num_taken,
-        }
+    def _usage(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The usage up to the token that completes the stop string; ``given`` is that of all
+        tokens, None where the engine has not said it.
+        """
+        behind = len(self._held["token_ids"]) - (self._num_taken - self._num_sent)
+        prompt = len(self._request.fields["token_ids"]) if given is None else given["prompt_tokens"]
+        completion = self._num_taken if given is None else given["completion_tokens"] - behind
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {**(given or {}), **counts}

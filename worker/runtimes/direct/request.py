@@ -77,7 +77,7 @@ def parse(
     num_choices = _choices(sampling.pop("n", None))
     if one_seed and num_choices > 1 and sampling.get("seed") is None:
         sampling["seed"] = secrets.randbits(SEED_BITS)  # one for all choices, which differ in their numbers
-    stops = stop_strings("stop_conditions.stop", stopping.pop("stop", None) or ())
+    stops = _stops(stopping)
     wants_text = boolean("text", own.get("text", tokenizer is not None))
     if tokenizer is None and (stops or wants_text):
         raise InvalidRequest("stop_conditions.stop" if stops else "text", "the model has no tokenizer")
@@ -102,6 +102,17 @@ def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:
     fields[name] = dict(section or {})
     copy: dict[str, Any] = fields[name]
     return copy
+
+
+def _stops(stopping: Mapping[str, Any]) -> tuple[str, ...]:
+    """The stop strings. They stay fields of the request, whose answer the worker ends where they
+    do, with its receipt and the usage of its tokens.
+    """
+    stops = stop_strings("stop_conditions.stop", stopping.get("stop") or ())
+    for index, stop in enumerate(stops):
+        if not stop:
+            raise InvalidRequest(f"stop_conditions.stop[{index}]", "must be a text that is not empty")
+    return stops
 
 
 def _choices(value: Any) -> int:
