@@ -170,6 +170,24 @@ async def test_an_answer_that_a_stop_string_ends_is_whole(client: WorkerClient, 
     assert (num_ended("stop"), num_ended("cancelled")) == (before[0] + 1, before[1])
 
 
+async def test_parts_of_a_message_are_one_text_for_a_template_of_texts(
+    nats_server: NatsServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The prompt had Python's form of the list."""
+    template = tmp_path / "texts.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "world!"}]
+    rest = {"stop_conditions": {"max_tokens": 4, "ignore_eos": True}}
+    options = ("--custom-jinja-template", str(template))
+    async with (
+        running(tiny_model, nats_server.url, "texts", *options),
+        await connected(nats_server.url, "texts") as client,
+    ):
+        joined = await client.generate(messages=[{"role": "user", "content": parts}], **rest)
+        text = await client.generate(messages=[{"role": "user", "content": "Hello\nworld!"}], **rest)
+    assert (joined.usage, joined.choices) == (text.usage, text.choices)
+
+
 async def test_64_at_once(client: WorkerClient) -> None:
     requests = [{**GREEDY, "token_ids": [*PROMPT, 20 + number]} for number in range(64)]
     together = await asyncio.gather(*(client.generate(**request) for request in requests))

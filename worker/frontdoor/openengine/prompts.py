@@ -13,9 +13,9 @@ from worker.models.checkpoint import find_gguf
 from worker.models.gguf_file import GgufError, GgufFile
 from worker.models.tokenizer import GgufTokenizer
 from worker.requests.prompt_scores import TokenText, token_text
+from worker.runtimes.direct.contents import takes_texts
 from worker.runtimes.direct.request import DirectRequest, parse
 
-_PROBE = "a text that a template shows"
 _LAST = 16
 """Tokens at the end of a prompt among which a tag of thinking is looked for."""
 
@@ -42,7 +42,7 @@ class Prompts:
         known: TokenText = made
         self.token_text: TokenText = lambda token_id: known(token_id) if token_id < size else b""
         self._template = template
-        self._takes_texts = self._shows(_PROBE)
+        self._takes_texts = takes_texts(tokenizer, template)
 
     @classmethod
     def load(cls, path: Path, template: Path | None) -> Prompts:
@@ -65,32 +65,12 @@ class Prompts:
 
     def request(self, message: Mapping[str, Any]) -> DirectRequest:
         """The request in a message, its prompt as token ids. Raises `InvalidRequest`."""
-        messages = message.get("messages")
-        if self._takes_texts and isinstance(messages, list):
-            message = {**message, "messages": [_with_text(each) for each in messages]}
-        return parse(message, self.tokenizer, self._template)
+        return parse(message, self.tokenizer, self._template, takes_texts=self._takes_texts)
 
     def ends_with(self, token_ids: list[int], tag: str) -> bool:
         """Whether a prompt ends with ``tag``, but for white space."""
         return str(self.tokenizer.decode(token_ids[-_LAST:])).rstrip().endswith(tag)
 
-    def _shows(self, content: str) -> bool:
-        """Whether the chat template shows a message whose content is a text."""
-        message = {"role": "user", "content": content}
-        try:
-            made = self.tokenizer.apply_chat_template([message], chat_template=self._template, tokenize=False)
-        except Exception:  # the boundary of the checkpoint's chat template, which may not be there
-            return True
-        return content in made
-
 
 def _tokenizer(path: Path) -> Any:
     return Vocabulary.from_pretrained(str(path), 1, ()).tokenizer
-
-
-def _with_text(message: Any) -> Any:
-    """A message whose parts, all of them texts, are one text, each on lines of its own."""
-    parts = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "text" in each for each in parts):
-        return message
-    return {**message, "content": "\n".join(str(each["text"]) for each in parts)}

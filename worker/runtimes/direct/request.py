@@ -15,6 +15,7 @@ from typing import Any
 from adapters.catalog import ANNOTATION, MAX_CHOICES
 from worker.errors import InvalidRequest, shown
 from worker.requests.fields import boolean, stop_strings, text
+from worker.runtimes.direct.contents import fitted
 from worker.runtimes.direct.pictures import add_pictures, taken_out
 
 PROMPTS = ("messages", "prompt", "token_ids")
@@ -50,7 +51,12 @@ class DirectRequest:
 
 
 def parse(
-    message: Mapping[str, Any], tokenizer: Any, template: str | None = None, *, one_seed: bool = True
+    message: Mapping[str, Any],
+    tokenizer: Any,
+    template: str | None = None,
+    *,
+    one_seed: bool = True,
+    takes_texts: bool | None = None,
 ) -> DirectRequest:
     """The request in ``message``, its prompt as token ids.
 
@@ -60,6 +66,8 @@ def parse(
         template: Chat template that replaces the model's own.
         one_seed: Whether several choices without a seed are given one, by which they differ in
             their index alone. Else each draws as a request without a seed does.
+        takes_texts: Whether the template takes contents of messages that are texts, rather than
+            lists of parts; None leaves them as they are.
 
     Raises:
         InvalidRequest: one of the fields that only this runtime has, or that it takes care of
@@ -70,6 +78,8 @@ def parse(
     if "messages" in own:
         own["messages"], urls = taken_out(own["messages"])
         add_pictures(fields, urls)
+        if takes_texts is not None:
+            own["messages"] = fitted(own["messages"], takes_texts)
     fields["token_ids"] = _prompt(message, own, tokenizer, template)
     if "logits_processors" in own:
         _select(fields, own["logits_processors"])

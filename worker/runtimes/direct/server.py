@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from worker.arguments import Arguments
 from worker.runtimes.direct.answer import ChoiceText
+from worker.runtimes.direct.contents import takes_texts
 from worker.runtimes.direct.request import DirectRequest, parse
 from worker.server import RequestServer
 
@@ -37,7 +38,15 @@ class DirectServer:
     async def parsed(self, message: Mapping[str, Any]) -> DirectRequest:
         """The request in a message. Raises `InvalidRequest`."""
         one_seed = self.server.info.draws_by_seed  # where a seed costs nothing, and is not refused
-        return await asyncio.to_thread(parse, message, self.tokenizer, self._template, one_seed=one_seed)
+        return await asyncio.to_thread(self._parsed, message, one_seed)
+
+    def _parsed(self, message: Mapping[str, Any], one_seed: bool) -> DirectRequest:
+        takes_texts = self._takes_texts if "messages" in message else None
+        return parse(message, self.tokenizer, self._template, one_seed=one_seed, takes_texts=takes_texts)
+
+    @cached_property
+    def _takes_texts(self) -> bool:
+        return takes_texts(self.tokenizer, self._template)
 
     async def chunks(
         self,
