@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from worker.errors import InvalidRequest
 from worker.runtimes.direct.request import parse
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest
-from worker.runtimes.nats.batch.openai import CHAT, message_of, response_body
+from worker.runtimes.nats.batch.openai import CHAT, COMPLETIONS, message_of, response_body
 
 DIGEST = "0123456789abcdef"
 
@@ -72,15 +72,14 @@ def test_a_token_is_decoded_once_for_an_answer() -> None:
     """A long answer with twenty alternatives for each token took seconds."""
     decoded = Counter[int]()
 
-    class Letters:
-        def decode(self, ids: list[int]) -> str:
-            decoded.update(ids)
-            return "".join(chr(ord("a") + one) for one in ids)
+    def letter(token_id: int) -> bytes:
+        decoded[token_id] += 1
+        return bytes([ord("a") + token_id])
 
     top = [{"token_id": one, "logprob": -1.0} for one in range(3)]
     chunk = {"index": 0, "text": "ab", "token_ids": [0, 1], "log_probs": [-1.0, -2.0], "top_logprobs": [top, top]}
     request = QueuedRequest("batch", 0, "one", CHAT)
-    answer = response_body(request, {}, [chunk, {**chunk, "finish_reason": "stop"}], Letters())
+    answer = response_body(request, {}, [chunk, {**chunk, "finish_reason": "stop"}], letter)
     (choice,) = answer["choices"]
     assert choice["message"]["content"] == "abab"
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "b", "a", "b"]
@@ -88,3 +87,41 @@ def test_a_token_is_decoded_once_for_an_answer() -> None:
         ["a", "b", "c"]
     ] * 4
     assert decoded == {0: 1, 1: 1, 2: 1}
+
+
+PARTS = (b" a", b"\xc3", b"\xa9")
+LOGPROBS: dict[str, Any] = {
+    "index": 0,
+    "text": " a\u00e9",
+    "token_ids": [0, 1, 2],
+    "log_probs": [-1.0, -2.0, -float("inf")],
+    "top_logprobs": [[{"token_id": one, "logprob": -1.0} for one in (0, 1, 2)]] * 3,
+    "finish_reason": "length",
+}
+
+
+def choice_of(url: str) -> dict[str, Any]:
+    """The only choice of the response to a request whose answer is `LOGPROBS`."""
+    request = QueuedRequest("batch", 0, "one", url)
+    (choice,) = response_body(request, {}, [LOGPROBS], PARTS.__getitem__)["choices"]
+    found: dict[str, Any] = choice
+    return found
+
+
+def test_log_probabilities_of_a_chat_have_the_bytes_of_tokens() -> None:
+    """Parts of a character had those of U+FFFD, and words of SentencePiece lacked their space."""
+    content = choice_of(CHAT)["logprobs"]["content"]
+    assert b"".join(bytes(one["bytes"]) for one in content).decode() == " a\u00e9"
+    assert [one["token"] for one in content] == [" a", "\ufffd", "\ufffd"]
+    assert [bytes(one["bytes"]) for one in content[0]["top_logprobs"]] == list(PARTS)
+    assert content[2]["logprob"] == -9999.0  # JSON has no infinity
+
+
+def test_log_probabilities_of_a_completion_are_four_lists() -> None:
+    """They had the form of a chat's, which clients of OpenAI do not take for a completion."""
+    assert choice_of(COMPLETIONS)["logprobs"] == {
+        "tokens": [" a", "\ufffd", "\ufffd"],
+        "token_logprobs": [-1.0, -2.0, -9999.0],
+        "top_logprobs": [{" a": -1.0, "\ufffd": -1.0}, {"\ufffd": -1.0, " a": -1.0}, {"\ufffd": -1.0, " a": -1.0}],
+        "text_offset": [0, 2, 2],
+    }

@@ -21,6 +21,7 @@ from worker.errors import (
     RequestFailed,
     ServingError,
 )
+from worker.requests.prompt_scores import token_text
 from worker.requests.rollout import CUT_OFF
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats.batch import layout, openai
@@ -102,7 +103,8 @@ class BatchAnswerer:
         if any(chunk.get("finish_reason") in CUT_OFF for chunk in chunks):
             raise Returned
         # with log probabilities a long answer takes seconds
-        answer = await asyncio.to_thread(openai.response_body, request, body, chunks, self._messages.tokenizer)
+        texts = token_text(self._messages.server.chains.vocabulary)
+        answer = await asyncio.to_thread(openai.response_body, request, body, chunks, texts)
         return openai.result_line(request, 200, answer)
 
     async def _finish(self, running: RunningRequest, line: dict[str, Any], *, refused: bool = False) -> None:

@@ -5,12 +5,14 @@ Every field is honoured, without effect by nature, or refused with its name.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest, ServingError, shown
+from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
@@ -135,12 +137,21 @@ def _joined(chosen: Any, processor: Message) -> Any:
     return {**options, "processors": [*listed, processor]} if isinstance(listed, list) else chosen
 
 
-def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Iterable[Message], tokenizer: Any) -> Any:
+def response_body(
+    request: QueuedRequest, body: Mapping[str, Any], chunks: Iterable[Message], token_text: TokenText | None
+) -> Any:
     """The response to a request, as OpenAI's endpoint would give it.
 
     Nothing in it depends on when and beside what it was computed: ids are made of the request,
     ``created`` is 0, and of the usage cached tokens are left out.
+
+    Args:
+        request: The request.
+        body: JSON data of it.
+        chunks: Chunks of the answer.
+        token_text: Texts of tokens, None without a tokenizer.
     """
+    text_of = cache(token_text or (lambda token_id: b""))  # most tokens come again and again
     choices: dict[int, Message] = {}
     prompt_tokens = completion_tokens = 0
     for chunk in chunks:
@@ -157,7 +168,7 @@ def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Itera
             prompt_tokens = chunk["completion_usage"]["prompt_tokens"]
             completion_tokens += chunk["completion_usage"]["completion_tokens"]
     is_chat = request.url == CHAT
-    made = [_choice(index, choices[index], is_chat, tokenizer) for index in sorted(choices)]
+    made = [_choice(index, choices[index], is_chat, text_of) for index in sorted(choices)]
     name = "chatcmpl" if is_chat else "cmpl"
     response = {
         "id": f"{name}-{request_digest(request.custom_id, request.url, body)}",
@@ -175,19 +186,20 @@ def response_body(request: QueuedRequest, body: Mapping[str, Any], chunks: Itera
     return response if receipts[0] is None else {**response, "nvext": {"engine_data": receipts[0]}}
 
 
-def _choice(index: int, choice: Message, is_chat: bool, tokenizer: Any) -> Message:
+def _choice(index: int, choice: Message, is_chat: bool, text_of: TokenText) -> Message:
     text = "".join(choice["texts"])
-    logprobs = _logprobs(choice, tokenizer) if choice["logprobs"] else None
+    logprobs = _logprobs(choice, text_of) if choice["logprobs"] else None
     if is_chat:
         content = None if logprobs is None else {"content": logprobs, "refusal": None}
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": content, "finish_reason": choice["reason"]}
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice["reason"]}
+    lists = None if logprobs is None else _of_completion(logprobs, len(text))
+    return {"index": index, "text": text, "logprobs": lists, "finish_reason": choice["reason"]}
 
 
-def _logprobs(choice: Message, tokenizer: Any) -> list[Message]:
+def _logprobs(choice: Message, text_of: TokenText) -> list[Message]:
+    """The log probabilities in the form of OpenAI's chats."""
     tops = choice["tops"] or [[]] * len(choice["ids"])
-    text_of = cache(lambda token_id: tokenizer.decode([token_id]))  # which takes long, and most come again and again
     found = []
     for token_id, logprob, top in zip(choice["ids"], choice["logprobs"], tops, strict=True):
         entry = _token(text_of(token_id), logprob)
@@ -196,8 +208,28 @@ def _logprobs(choice: Message, tokenizer: Any) -> list[Message]:
     return found
 
 
-def _token(text: str, logprob: float) -> Message:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _token(text: bytes, logprob: float) -> Message:
+    return {"token": text.decode(errors="replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text)}
+
+
+def _of_completion(entries: Iterable[Message], end: int) -> Message:
+    """The same in the form of OpenAI's completions; `end` is the length of the text.
+
+    A token that is part of a character begins where that does. Of alternatives with the same text
+    there is the likeliest.
+    """
+    decoder, length = getincrementaldecoder("utf-8")("replace"), 0
+    lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for entry in entries:
+        top = {entry["token"]: entry["logprob"]}
+        for other in entry["top_logprobs"]:
+            top[other["token"]] = max(other["logprob"], top.get(other["token"], other["logprob"]))
+        lists["tokens"].append(entry["token"])
+        lists["token_logprobs"].append(entry["logprob"])
+        lists["top_logprobs"].append(top)
+        lists["text_offset"].append(min(length, end))
+        length += len(decoder.decode(bytes(entry["bytes"])))
+    return lists
 
 
 def result_line(request: QueuedRequest, status: int, body: Any) -> Message:
