@@ -125,3 +125,11 @@ def test_log_probabilities_of_a_completion_are_four_lists() -> None:
         "top_logprobs": [{" a": -1.0, "\ufffd": -1.0}, {"\ufffd": -1.0, " a": -1.0}, {"\ufffd": -1.0, " a": -1.0}],
         "text_offset": [0, 2, 2],
     }
+
+
+def test_arguments_of_earlier_calls_are_objects_for_the_template() -> None:
+    """As through the front door: a template that writes them as JSON wrote a text in quotes."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": given}} for given in ('{"a": 1}', "{")]
+    body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    (message,) = message_of(CHAT, body, DIGEST)["messages"]
+    assert [each["function"]["arguments"] for each in message["tool_calls"]] == [{"a": 1}, "{"]

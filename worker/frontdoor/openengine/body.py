@@ -7,7 +7,6 @@ would read. A field that neither reads is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.field_checks import GUIDES
 from worker.frontdoor.fields import CHAT
-from worker.runtimes.direct.openai_fields import guide_of, places
+from worker.runtimes.direct.openai_fields import guide_of, places, with_objects
 from worker.sampling import SamplingParams
 
 Message = dict[str, Any]
@@ -135,26 +134,7 @@ def _prompt(asked: AskedAnswer, name: str, value: Any) -> None:
 
 
 def _messages(asked: AskedAnswer, name: str, value: Any) -> None:
-    asked.message["messages"] = [_with_objects(each) for each in value] if isinstance(value, list) else value
-
-
-def _with_objects(message: Any) -> Any:
-    """A message whose calls have their arguments as objects, which chat templates expect."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-        json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair stays an escape
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    asked.message["messages"] = with_objects(value)
 
 
 def _template(asked: AskedAnswer, name: str, value: Any) -> None:

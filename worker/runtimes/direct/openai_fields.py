@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,3 +44,28 @@ def guide_of(form: Any) -> dict[str, Any] | None:
     if isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
         return {"json": schema["schema"]}
     raise InvalidRequest("response_format", "must be of type text, json_object or json_schema with its schema")
+
+
+def with_objects(messages: Any) -> Any:
+    """The messages of a chat, whose calls have their arguments as objects, which chat templates
+    expect. What is no list of messages, and arguments that are no JSON, stay as they are.
+    """
+    return [_with_objects(each) for each in messages] if isinstance(messages, list) else messages
+
+
+def _with_objects(message: Any) -> Any:
+    if not isinstance(message, Mapping) or not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+        json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair stays an escape
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
