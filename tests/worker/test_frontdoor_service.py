@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from test_frontdoor_exchange import CHUNKS, STREAM_HEAD, as_refused, event
 from test_frontdoor_server import House, chunked, error_of, get, house, post
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from worker import __version__
 from worker.frontdoor.elsewhere import ELSEWHERE, instead_of
+from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.exchange import encoded
 from worker.frontdoor.routes import Routes
+from worker.frontdoor.texts import Texts
 from worker.tiny_model import write_tiny_model
 
 MODELS = encoded({"data": [{"id": "m", "context_window": 512}]})
@@ -119,6 +123,18 @@ async def test_text_of_tokens(model: Path) -> None:
             assert (status, error["param"][:6]) == (400, "tokens")
     assert texts[0]
     assert texts[1] == ""
+
+
+async def test_text_of_tokens_behind_a_gap(tmp_path: Path) -> None:
+    """Ids may have gaps, so that the highest ones are above the number of tokens."""
+    tokenizer = Tokenizer(WordLevel({"low": 3, "high": 9}, unk_token="low"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = Texts(str(tmp_path))
+    assert await texts.text([9, 3]) == "high low"
+    assert await texts.text([5]) == ""
+    assert await texts.token_texts([9, 5]) == ["high", ""]
+    with pytest.raises(FieldRefused, match="must be a token id below 10, got 10"):
+        await texts.text([3, 10])
 
 
 async def test_text_of_tokens_needs_the_model(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ class Texts:
     def __init__(self, model_path: str | None) -> None:
         self._model_path = model_path
         self._tokenizer: Tokenizer | None = None
+        self._size = 0  # one more than its highest id: ids may have gaps
         self._loading = asyncio.Lock()
 
     async def tokenizer(self) -> Tokenizer:
@@ -36,15 +37,15 @@ class Texts:
                 if self._model_path is None:
                     raise Refused(501, "needs the model's tokenizer: give the front door --model-path")
                 self._tokenizer = await asyncio.to_thread(_load, Path(self._model_path))
+                self._size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         return self._tokenizer
 
     async def text(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens among it. Raises `Refused`."""
         tokenizer = await self.tokenizer()
-        size = tokenizer.get_vocab_size()
         for i, each in enumerate(ids):
-            if not 0 <= each < size:
-                raise FieldRefused(f"tokens[{i}]", f"must be a token id below {size}, got {each}")
+            if not 0 <= each < self._size:
+                raise FieldRefused(f"tokens[{i}]", f"must be a token id below {self._size}, got {each}")
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def token_texts(self, ids: list[int]) -> list[str]:

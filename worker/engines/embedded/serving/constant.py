@@ -53,7 +53,7 @@ class ConstantModel:
 
     def __init__(self, model_path: str | Path, step_s: float, prompt_rate: float) -> None:
         tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())  # ids may have gaps
         self.device = torch.device("cpu")
         self._row = torch.zeros(self.vocab_size)
         self._row[tokenizer.encode(WORD, add_special_tokens=False).ids[0]] = LIKELY
