@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 from gguf_files import CONTROL, NORMAL, USER_DEFINED
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from adapters.calls.detection import tool_support
 from worker.errors import StartupError
 from worker.models.chat_template import read_chat_template
 
@@ -70,6 +74,18 @@ def test_a_checkpoint_without_a_template(tmp_path: Path) -> None:
     assert found.added_tokens == {"[ARGS]"}
 
 
+def test_added_tokens_of_a_tokenizer_that_transformers_5_wrote(tmp_path: Path) -> None:
+    """It names them in the tokenizer's file alone: a Mistral's calls were read in an older form."""
+    backend = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    tokenizer.add_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    tokenizer.chat_template = "{{ tools }}[TOOL_CALLS]"
+    tokenizer.save_pretrained(tmp_path)
+    found = read_chat_template(tmp_path)
+    assert found.added_tokens == {"[TOOL_CALLS]", "[ARGS]"}
+    assert tool_support(*found).format == "mistral_args"
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
@@ -101,7 +117,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert read_chat_template(path).added_tokens == {"<s>", "[ARGS]"}
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     path = write_gguf(tmp_path / "b.gguf", named)
-    assert (shown(path), shown(path, tools=True)) == ("a", "b")
+    assert (shown(path), shown(path, tools=True)) == ("a", "a")  # workers have the default one alone
     with pytest.raises(StartupError, match="2 GGUF files"):
         read_chat_template(tmp_path)
     path.write_bytes(path.read_bytes()[:100])

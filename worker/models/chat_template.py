@@ -14,8 +14,9 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _ADDED = (3, 4)
 """Types of tokens in a GGUF file that were added: control and user defined ones."""
 
-_CONFIG, _JINJA, _JSON, _FOLDER = (
+_CONFIG, _TOKENIZER, _JINJA, _JSON, _FOLDER = (
     "tokenizer_config.json",
+    "tokenizer.json",
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates",
@@ -69,9 +70,7 @@ def _of_gguf(path: Path) -> _Parts:
     except GgufError as error:
         raise ValueError(f"{path.name}: {error}") from None
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    names = metadata.get("tokenizer.chat_templates", [])
-    sources = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
-    sources[DEFAULT] = metadata.get("tokenizer.chat_template")
+    sources = {DEFAULT: metadata.get("tokenizer.chat_template")}  # as workers have it, without those of other names
     special = {
         name: tokens[number]
         for name, key in (("bos_token", "bos_token_id"), ("eos_token", "eos_token_id"))
@@ -95,9 +94,19 @@ def _of_directory(path: Path) -> _Parts:
         sources[DEFAULT] = (path / _JINJA).read_text(encoding="utf-8")
     sources |= {file.stem: file.read_text(encoding="utf-8") for file in (path / _FOLDER).glob("*.jinja")}
     special = {name: text for name in _TOKENS if (text := _text(config.get(name))) is not None}
-    decoder = config.get("added_tokens_decoder")
-    added = map(_text, decoder.values()) if isinstance(decoder, dict) else ()
+    added = map(_text, _added_tokens(path, config))
     return path.name, sources, special, frozenset(text for text in added if text is not None)
+
+
+def _added_tokens(path: Path, config: dict[str, Any]) -> list[Any]:
+    """The tokens that were added to the vocabulary; from version 5 on transformers writes them into
+    the tokenizer's file alone.
+    """
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        return list(decoder.values())
+    added = (_read(path / _TOKENIZER) or {}).get("added_tokens")
+    return added if isinstance(added, list) else []
 
 
 def _read(path: Path) -> dict[str, Any] | None:
