@@ -268,7 +268,9 @@ async def test_prompts_as_text_and_as_a_request_body(
     assert "error: prompt_digest: the receipt is of another prompt" in capsys.readouterr().err
 
 
-TEMPLATE_VARIABLES = ("style", "a", "reasoning_effort", "thinking", "enable_thinking", "thinking_mode")
+TEMPLATE_VARIABLES = (
+    *("style", "a", "reasoning_effort", "thinking", "enable_thinking", "thinking_mode", "add_generation_prompt"),
+)
 VARIABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kwargs": ({"chat_template_kwargs": {"style": "terse"}}, {"style": "terse"}),
     "args": ({"chat_template_args": {"style": "terse"}}, {"style": "terse"}),
@@ -279,6 +281,12 @@ VARIABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "thinking": ({"thinking": True}, {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}),
     "adaptive": ({"thinking": {"type": "adaptive"}}, {"thinking_mode": "adaptive"}),
+    "no answer begins": ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    "no answer, as a variable": (
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+        {"add_generation_prompt": False},
+    ),
+    "continued": ({"continue_final_message": True}, {"add_generation_prompt": False, "continue_final_message": True}),
 }
 
 
@@ -295,10 +303,31 @@ async def test_a_body_is_rendered_with_the_variables_of_its_request(
         + "{{ messages[0].content }}"
     )
     messages = [{"role": "user", "content": "Hello there"}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
-    assert not any(f"{variable}=unset" in text for variable in variables)
+    asked = {"add_generation_prompt": True, **variables}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **asked)
+    assert not any(f"{variable}=unset" in text for variable in variables if variable in TEMPLATE_VARIABLES)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     (tmp_path / "body.json").write_text(json.dumps({"messages": messages, **fields}))
+    record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
+    assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
+
+
+async def test_a_body_is_rendered_as_frontends_give_it_to_a_template(
+    receipt: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    """Parts of a message are one text, and arguments of calls objects."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ each.content }}"
+        "{% for call in each.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (tmp_path / "body.json").write_text(json.dumps({"messages": messages}))
+    prompt = tokenizer.encode('Hello\nthere{"a": 1}', add_special_tokens=False)
     record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
     assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
 

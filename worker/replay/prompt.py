@@ -11,6 +11,8 @@ from adapters.strict_json import has_half_a_pair
 from worker.errors import ConfigurationError, shown
 from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
+from worker.runtimes.direct.contents import fitted, takes_texts
+from worker.runtimes.direct.openai_fields import with_objects
 
 
 def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[int]:
@@ -57,20 +59,30 @@ def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
     if isinstance(data, dict) and isinstance(data.get("prompt"), str):
         texts = [data["prompt"]]
     elif isinstance(data, dict) and isinstance(data.get("messages"), list):
-        try:
-            made = tokenizer.apply_chat_template(
-                data["messages"],
-                tools=data.get("tools"),
-                add_generation_prompt=True,
-                tokenize=False,
-                **_template_variables(data),
-            )
-        except Exception as error:  # the boundary of the checkpoint's chat template
-            raise ConfigurationError(f"--prompt-file: the chat template failed: {error}") from None
-        texts = [made]
+        texts = _rendered(data, tokenizer)
     if any(map(has_half_a_pair, texts)):
         raise ConfigurationError(f"--prompt-file {path}: a text has half of a surrogate pair")
     return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
+
+
+def _rendered(body: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """The prompts that the chat template may have made of a body: of its messages as a frontend
+    gives them to the template, and as they are.
+    """
+    messages = fitted(with_objects(body["messages"]), takes_texts(tokenizer))
+    texts, problem = list[str](), ""
+    for given in (messages, body["messages"]):
+        try:
+            texts.append(
+                tokenizer.apply_chat_template(
+                    given, tools=body.get("tools"), tokenize=False, **_template_variables(body)
+                )
+            )
+        except Exception as error:  # the boundary of the checkpoint's chat template
+            problem = str(error)
+    if not texts:
+        raise ConfigurationError(f"--prompt-file: the chat template failed: {problem}")
+    return list(dict.fromkeys(texts))
 
 
 def _problem_of_fields(content: str) -> str | None:
@@ -88,9 +100,15 @@ def _problem_of_fields(content: str) -> str | None:
     return None
 
 
+_OF_THE_END = ("add_generation_prompt", "continue_final_message")
+"""Fields of a body that say how the prompt of a chat ends."""
+
+
 def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     """The chat template's own variables, as Dynamo's frontend makes them of a body's fields."""
-    variables = dict(body.get("chat_template_args") or body.get("chat_template_kwargs") or {})
+    given = {name: body[name] for name in _OF_THE_END if body.get(name) is not None}
+    given |= body.get("chat_template_args") or body.get("chat_template_kwargs") or {}
+    variables = {"add_generation_prompt": not given.get("continue_final_message"), **given}
     thinking = body.get("thinking")
     mode = (
         thinking.get("type")
