@@ -217,10 +217,19 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
         found.append(("openengine-priority", str(priority)))
     split = reasoning = None
     if thinking is not None and asked.is_chat:
-        is_inside = thinking.begins_inside or prompts.ends_with(direct.fields["token_ids"], thinking.begin)
+        is_inside = _begins_inside(prompts, direct.fields["token_ids"], thinking)
         split = ThinkingSplit(thinking, is_inside=is_inside)
         reasoning = reasoning_tokens(prompts.vocabulary, thinking, is_inside=is_inside)
     return _Prepared(asked, direct, found, split, reasoning)
+
+
+def _begins_inside(prompts: Prompts, prompt: list[int], thinking: Thinking) -> bool:
+    """Whether the answer begins with thinking: a chat template may have opened it, or closed it for
+    a client that wants none.
+    """
+    if prompts.ends_with(prompt, thinking.begin):
+        return True
+    return thinking.begins_inside and not prompts.ends_with(prompt, thinking.end)
 
 
 def _check_pictures(workers: Workers, model: str) -> None:
