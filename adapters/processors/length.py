@@ -39,7 +39,8 @@ class MinTokens(SteeringProcessor):
 
     Source: transformers' ``min_new_tokens``: every end token of the request is -inf while fewer
     than n tokens were generated. The end token itself is not counted. Stop strings do not end the
-    answer earlier either.
+    answer of the offline engine earlier either; where an answer is served, the field ``min_tokens``
+    alone holds them off.
     """
 
     name = "min_tokens"
