@@ -752,6 +752,8 @@ export declare class StreamReader {
   readonly usage: Record<string, unknown> | null;
   readonly isDone: boolean;
   feed(piece: string): Chunk[];
+  /** As `feed`, one after the other: those before an error come before it is thrown. */
+  chunks(piece: string): Generator<Chunk>;
   end(): void;
 }
 
