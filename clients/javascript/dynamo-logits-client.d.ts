@@ -41,7 +41,7 @@ export interface Tag {
   type?: "tag";
   /** Begins with one of the triggers (text of 1 to 256 characters). */
   begin: string;
-  /** Jsoncontent or regexcontent. */
+  /** JsonContent or RegexContent. */
   content: JsonContent | RegexContent;
   /** Text behind the content; may be empty (text of 0 to 256 characters). */
   end: string;
