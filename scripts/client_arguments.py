@@ -130,4 +130,4 @@ def _sentence(field: Schema, bounds: str) -> str:
     described = field.get("description", "").rstrip(".")
     if "enum" in field or "const" in field or field.get("type") == "boolean":  # the type says it
         return f"{described}." if described else ""
-    return f"{described} ({bounds})." if described else f"{bounds.capitalize()}."
+    return f"{described} ({bounds})." if described else f"{bounds[:1].upper()}{bounds[1:]}."

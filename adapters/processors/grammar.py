@@ -64,6 +64,9 @@ MAX_KEPT = 64 * 1024
 """Most characters of a schema whose grammar is kept; its grammar is a few times as long."""
 
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""A rule of EBNF or GBNF, which vLLM, SGLang and llama.cpp take."""
+_EBNF = "expected a grammar in Lark's syntax, whose rules are start: ..., got EBNF's start ::= ..."
 
 _Words: TypeAlias = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.int32]]]
 """Indices of words of a mask, and a word for each."""
@@ -396,15 +399,18 @@ class Grammar(GrammarProcessor):
         if args.lark.lstrip().startswith("{"):
             raise ArgumentError("lark", "expected a grammar in Lark's syntax, got JSON")
         try:
-            if _IGNORED_ATTRIBUTE.search(without_literals(args.lark)):
+            rules = without_literals(args.lark)
+            if _EBNF_RULE.search(rules):
+                raise ArgumentError("lark", _EBNF)
+            if _IGNORED_ATTRIBUTE.search(rules):
                 raise ArgumentError("lark", "a rule's temperature cannot be honoured")
             check_options(args.lark)
             source = with_ids(args.lark, lambda name: next(iter(vocabulary.tag(name)), None))
             return as_grammar(*with_schemas(source, lark_grammar))
         except ArgumentError:
             raise
-        except ValueError as error:
-            raise ArgumentError("lark", str(error)) from error
+        except ValueError as error:  # GBNF's classes of characters may have one quote
+            raise ArgumentError("lark", _EBNF if _EBNF_RULE.search(args.lark) else str(error)) from error
 
 
 def _check_length(argument: str, source: str) -> None:

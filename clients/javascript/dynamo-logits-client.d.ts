@@ -41,7 +41,7 @@ export interface Tag {
   type?: "tag";
   /** Begins with one of the triggers (text of 1 to 256 characters). */
   begin: string;
-  /** Jsoncontent or regexcontent. */
+  /** JsonContent or RegexContent. */
   content: JsonContent | RegexContent;
   /** Text behind the content; may be empty (text of 0 to 256 characters). */
   end: string;
@@ -752,6 +752,8 @@ export declare class StreamReader {
   readonly usage: Record<string, unknown> | null;
   readonly isDone: boolean;
   feed(piece: string): Chunk[];
+  /** As `feed`, one after the other: those before an error come before it is thrown. */
+  chunks(piece: string): Generator<Chunk>;
   end(): void;
 }
 

@@ -235,15 +235,28 @@ export class AnswerFailed extends ClientError {
 for (const kind of [ClientError, Unreachable, TimedOut, Refused, AnswerFailed]) kind.prototype.name = kind.name;
 
 function errorOf(body) {
-  try {
-    const data = JSON.parse(body);
-    const error = data?.error ?? data;
-    if (typeof error?.message === "string") return error;
-    if (typeof error === "string") return { message: error };
-  } catch {
-    // not JSON: another server's page, which is shown as it is
-  }
+  const data = parsed(body);
+  const error = data?.error ?? data;
+  if (typeof error?.message === "string") return error;
+  if (typeof error === "string") return { message: error };
+  // not JSON: another server's page, which is shown as it is
   return { message: body.slice(0, 1000) || "an answer without a body" };
+}
+
+/** JSON data, undefined for what is none. */
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return undefined;
+  }
+}
+
+/** The JSON data of an event. */
+function eventData(text) {
+  const data = parsed(text);
+  if (data !== undefined) return data;
+  throw new AnswerFailed(`expected JSON, got ${text.slice(0, 200)}`);
 }
 
 /** A parser of server-sent events, from pieces of their text. */
@@ -287,10 +300,15 @@ export class StreamReader {
 
   /** The chunks that end in this piece of text. */
   feed(piece) {
-    return this.#events
-      .feed(piece)
-      .map((event) => this.#take(event))
-      .filter((chunk) => chunk !== null);
+    return [...this.chunks(piece)];
+  }
+
+  /** As `feed`, one after the other: those before an error come before it is thrown. */
+  *chunks(piece) {
+    for (const event of this.#events.feed(piece)) {
+      const chunk = this.#take(event);
+      if (chunk !== null) yield chunk;
+    }
   }
 
   /** Note the end of the body. */
@@ -301,16 +319,22 @@ export class StreamReader {
   #take(event) {
     if (event.name === "error") throw new AnswerFailed(event.comment || event.data);
     if (event.name === "token_ids") {
-      const found = JSON.parse(event.data || event.comment);
-      this.promptTokenIds = typeof found === "string" ? JSON.parse(found) : found;
+      const found = eventData(event.data || event.comment);
+      this.promptTokenIds = typeof found === "string" ? eventData(found) : found;
     }
     if (event.name !== "" || event.data === "") return null;
     if (event.data === "[DONE]") {
       this.isDone = true;
       return null;
     }
-    const data = JSON.parse(event.data);
-    if (data.error) throw new AnswerFailed(data.error.message ?? String(data.error), data.error.param ?? null);
+    const data = eventData(event.data);
+    if (data?.error != null) {
+      const error = errorOf(event.data);
+      throw new AnswerFailed(error.message, error.param ?? null);
+    }
+    if (!Array.isArray(data?.choices)) {
+      throw new AnswerFailed(`expected a chunk with choices, got ${event.data.slice(0, 200)}`);
+    }
     return this.#count(new Chunk(data));
   }
 
@@ -413,11 +437,9 @@ export class Client {
   async #whole(path, fields, options) {
     const call = this.#call(path, fields, false, options);
     const body = await call.during((response) => response.text()).finally(() => call.cancel());
-    try {
-      return JSON.parse(body);
-    } catch {
-      throw new ClientError(`expected a JSON object, got ${JSON.stringify(body.slice(0, 200))}`);
-    }
+    const data = parsed(body);
+    if (typeof data === "object" && data !== null && !Array.isArray(data)) return data;
+    throw new ClientError(`expected a JSON object, got ${JSON.stringify(body.slice(0, 200))}`);
   }
 
   #stream(path, fields, options) {
@@ -425,12 +447,12 @@ export class Client {
     const read = new StreamReader();
     const iterate = async function* () {
       const decoder = new TextDecoder();
-      const body = await call.during(async (response) => response.body.getReader());
       try {
+        const body = await call.during(async (response) => response.body.getReader());
         while (!read.isDone) {
           const { done, value } = await call.watched(body.read());
           if (done) break;
-          yield* read.feed(decoder.decode(value, { stream: true }));
+          yield* read.chunks(decoder.decode(value, { stream: true }));
         }
         read.end();
       } finally {
@@ -489,7 +511,9 @@ class Call {
       return await promise;
     } catch (error) {
       if (this.#abort.signal.aborted) throw this.#abort.signal.reason;
-      throw new Unreachable(`${this.url}: ${error.cause?.message ?? error.message}`, { cause: error });
+      // Where a name has several addresses, Node's cause is an AggregateError, which has no message.
+      const problem = error.cause?.message || error.cause?.code || error.message;
+      throw new Unreachable(`${this.url}: ${problem}`, { cause: error });
     } finally {
       clearTimeout(timer);
     }

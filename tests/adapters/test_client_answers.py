@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import quickjs
@@ -21,6 +21,7 @@ from dynamo_logits_client import (
     last_receipts,
     parse_receipt,
     receipt_of,
+    receipts,
     receipts_of,
     replay_request,
 )
@@ -157,6 +158,13 @@ def test_fields_of_an_event() -> None:
         ('data: {"error":"no"}\n\n', "no", None),
         ('event: error\n: "gone"\n\n', '"gone"', None),
         ('data: {"choices":[]}\n\n', "the stream ended before the answer did", None),
+        ('data: {"choices":[],"error":null}\n\n', "the stream ended before the answer did", None),
+        ('data: {"error":{"code":7}}\n\n', '{"error":{"code":7}}', None),
+        ('data: {"id":"x"}\n\n', 'expected a chunk with choices, got {"id":"x"}', None),
+        ("data: 5\n\n", "expected a chunk with choices, got 5", None),
+        ("data: null\n\n", "expected a chunk with choices, got null", None),
+        ('data: {"choi\n\n', 'expected JSON, got {"choi', None),
+        ("event: token_ids\n: [1\n\n", "expected JSON, got [1", None),
     ],
 )
 def test_a_stream_that_fails(module: quickjs.Context, body: str, message: str, param: str | None) -> None:
@@ -171,6 +179,34 @@ def test_a_stream_that_fails(module: quickjs.Context, body: str, message: str, p
     code = f"(() => {{ const reader = new StreamReader(); try {{ reader.feed({json.dumps(body)}); reader.end(); }}"
     code += " catch (error) { return JSON.stringify([error.name, error.message, error.param]); } })()"
     assert json.loads(module.eval(code)) == ["AnswerFailed", message, param]
+
+
+LATE = 'data: {"choices":[{"index":0,"text":"a"}]}\n\ndata: {"error":{"message":"too late"}}\n\n'
+
+
+def test_chunks_before_an_error_in_the_same_piece(module: quickjs.Context) -> None:
+    reader, texts = StreamReader(), list[str]()
+    with pytest.raises(AnswerFailed, match="too late"):
+        texts.extend(chunk.text for chunk in reader.chunks(LATE.encode()))
+    assert texts == ["a"]
+    code = f"(() => {{ const texts = []; try {{ for (const one of new StreamReader().chunks({json.dumps(LATE)}))"
+    code += " texts.push(one.text); } catch (error) { texts.push(error.message); } return JSON.stringify(texts); })()"
+    assert json.loads(module.eval(code)) == ["a", "too late"]
+
+
+def test_the_types_of_a_record_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each chunk of a stream, and each token of a receipt of "debug"."""
+    read: list[object] = []
+
+    def spy(kind: Any) -> dict[str, Any]:
+        read.append(kind)
+        return get_type_hints(kind)
+
+    monkeypatch.setattr(receipts, "get_type_hints", spy)
+    receipts._hints.cache_clear()
+    for _ in range(3):
+        parse_receipt({**RECEIPT, "tokens": RECEIPT["tokens"] * 3})
+    assert len(read) == len(set(read))
 
 
 def test_a_receipt_is_typed() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -98,6 +100,20 @@ async def asynchronous(url: str, method: str, fields: dict[str, Any], **options:
             return "".join([chunk.text async for chunk in stream])
 
 
+async def sync_texts(url: str, texts: list[str]) -> None:
+    def read() -> None:
+        with Client(url).stream_completion(**FIELDS) as stream:
+            texts.extend(chunk.text for chunk in stream)
+
+    await asyncio.to_thread(read)
+
+
+async def async_texts(url: str, texts: list[str]) -> None:
+    async with AsyncClient(url) as client, client.stream_completion(**FIELDS) as stream:
+        async for chunk in stream:
+            texts.append(chunk.text)
+
+
 @pytest.fixture(params=[in_a_thread, asynchronous])
 def ask(request: pytest.FixtureRequest) -> Asking:
     found: Asking = request.param
@@ -175,6 +191,63 @@ async def test_a_stream_that_breaks(ask: Asking) -> None:
                 await ask(url, "stream_completion", FIELDS)
 
 
+@pytest.mark.parametrize("ask_in_pieces", [sync_texts, async_texts])
+async def test_what_came_before_an_error(ask_in_pieces: Callable[[str, list[str]], Awaitable[None]]) -> None:
+    texts: list[str] = []
+    async with serving(chunked(CHUNK + CHUNK + b'data: {"error":{"message":"late"}}\n\n')) as (_, url):
+        with pytest.raises(AnswerFailed, match="late"):
+            await ask_in_pieces(url, texts)
+    assert texts == ["a", "a"]
+
+
+async def test_a_break_behind_the_end_of_an_answer(ask: Asking) -> None:
+    async with serving(chunked(CHUNK, b"data: [DONE]\n\n", ends=False)) as (_, url):
+        assert await ask(url, "stream_completion", FIELDS) == "a"
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://a/v1", ("a", 80)),
+        ("http://a:8000/v1", ("a", 8000)),
+        ("http://[::1]/v1", ("::1", 80)),
+        ("https://[2001:db8::2]/v1", ("2001:db8::2", 443)),
+    ],
+)
+def test_where_a_client_connects(url: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def refuse(to: tuple[str, int], *_: object, **__: object) -> None:
+        asked.append(to)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    with pytest.raises(Unreachable, match=f"^{re.escape(url)}/models: ConnectionRefusedError$"):
+        Client(url).models()
+    assert asked == [address]
+
+
+async def test_a_wait_for_a_connection_is_not_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = httpx.Limits(max_connections=1)
+    monkeypatch.setattr(httpx, "AsyncClient", functools.partial(httpx.AsyncClient, limits=one))
+    async with serving(chunked(CHUNK)) as (_, url), AsyncClient(url, timeout_s=0.2) as client:
+        async with client.stream_completion(**FIELDS):  # it has the connection
+            other = asyncio.create_task(client.models())
+            await asyncio.sleep(0.3)
+            assert not other.done()
+        with pytest.raises(ClientError, match="expected a JSON object"):
+            await other
+
+
+async def test_an_error_of_httpx_without_a_message() -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(fail)) as http:
+        with pytest.raises(Unreachable, match=r"^http://a/v1/models: ReadError$"):
+            await AsyncClient("http://a/v1", http=http).models()
+
+
 async def test_a_server_that_cannot_be_reached(ask: Asking) -> None:
     async with serving(b"") as (_, url):
         with pytest.raises(Unreachable):
@@ -217,7 +290,7 @@ async def test_what_is_no_request(ask: Asking, fields: dict[str, Any], kind: typ
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000/v1", "ftp://a/v1", "http:///v1", "http://a/v1?b=c", "http://a:99999/v1", ""]
+    "url", ["127.0.0.1:8000/v1", "ftp://a/v1", "http:///v1", "http://a/v1?b=c", "http://a:99999/v1", "http://[::1", ""]
 )
 def test_what_is_no_address(url: str) -> None:
     for kind in (Client, AsyncClient):

@@ -162,6 +162,8 @@ async def test_openapi_has_what_is_served() -> None:
     assert set(body["properties"]) == set(TABLES[CHAT])
     assert body["properties"]["modalities"]["enum"] == [None, [], ["text"]]
     assert set(spec["paths"][CATALOGUE]) == {"get"}
+    assert body["required"] == ["model"]
+    assert body["anyOf"] == [{"required": ["messages"]}, {"required": ["prompt"]}]  # the latter of token ids
 
 
 def head_for(host: str | None) -> Head:

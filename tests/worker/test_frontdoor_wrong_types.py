@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from test_frontdoor_exchange import CHUNKS, says
 from test_frontdoor_server import error_of, get, house, post
 
+from adapters.catalog import Catalog
 from worker.frontdoor.exchange import encoded
+from worker.frontdoor.fields import CHAT, INSTEAD, TABLES, instead_of
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -166,10 +169,16 @@ async def test_an_unknown_parameter(path: str) -> None:
         ({"bad_words": ["a"]}, "use bad_words or phrase_ban of logits_processors"),
         ({"structured_outputs": {"regex": "a"}}, "use guided_json, guided_regex, "),
         ({"vllm_xargs": {"a": 1}}, "use arguments of a processor of logits_processors"),
+        ({"ebnf": "root ::= a"}, "use guided_grammar, in Lark's syntax"),
+        ({"n_predict": 8}, "use max_tokens"),
+        ({"dry_multiplier": 0.8}, "use dry of logits_processors"),
+        ({"typical_p": 0.9}, "use typical_p of logits_processors"),
+        ({"temprature": 0.9}, "did you mean temperature?"),
+        ({"maxTokens": 9}, "did you mean max_tokens?"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_fields_of_vllm_name_what_is_here_instead(path: str, field: dict[str, Any], said: str) -> None:
+async def test_unknown_fields_name_what_is_here_instead(path: str, field: dict[str, Any], said: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **field}
     if path == "/v1/completions":
         body = {"model": "m", "prompt": "x", **field}
@@ -177,6 +186,19 @@ async def test_fields_of_vllm_name_what_is_here_instead(path: str, field: dict[s
         status, error = error_of(await at.ask(post(encoded(body), path=path)))
     assert (status, error["code"], error["param"]) == (400, "unknown_parameter", *field)
     assert f"is not a field of {path}; {said}" in error["message"]
+
+
+def test_what_is_named_instead_is_served() -> None:
+    names = {row.name for table in TABLES.values() for row in table.values() if row.fate != "refused"}
+    processors = Catalog.default().names
+    for name, instead in INSTEAD.items():
+        assert any(name not in table for table in TABLES.values()), name
+        assert {*names, *processors} & {*re.findall(r"\w+", instead)} or instead.startswith("POST "), name
+
+
+@pytest.mark.parametrize("name", ["x", "services_tier", "temperature" * 100_000])
+def test_unknown_fields_that_are_like_none(name: str) -> None:
+    assert instead_of(name, TABLES[CHAT], ()) == ""
 
 
 async def test_a_parameter_twice_among_thousands() -> None:

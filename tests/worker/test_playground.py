@@ -247,6 +247,24 @@ def test_bounds_of_numbers(text: str, schema: dict[str, Any], problem: str | Non
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"maximum": 9007199254740991, "minimum": -0.5}', None),
+        ('{"maximum": 9007199254740993}', "9007199254740992 is too large for a browser to send exactly"),
+        ('{"enum": [-1e400]}', "-Infinity is too large for a browser to send exactly"),
+        ("{", "JSON"),
+    ],
+)
+def test_json_that_would_be_sent_as_another(text: str, problem: str | None) -> None:
+    schemas = scripts("schemas.js")
+    if problem is None:
+        assert call(schemas, "jsonOf", text) == json.loads(text)
+    else:
+        with pytest.raises(quickjs.JSException, match=problem):
+            call(schemas, "jsonOf", text)
+
+
 def test_the_sampling_fields_are_honoured() -> None:
     offered = json.loads(scripts("sampling.js").eval("JSON.stringify(SAMPLING.properties)"))
     assert {TABLES[CHAT][name].fate for name in offered} <= {"honoured", "frontend"}

@@ -11,8 +11,9 @@ The fates behind the door were measured with the frontends of ai-dynamo 1.4.2 an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from adapters.catalog import MAX_CHOICES
@@ -349,9 +350,72 @@ FIELDS = client_fields()
 TABLES = tables(SamplingParams)
 """The fields of the requests that are served."""
 
+_MOST_LIKE = 32
+"""Characters of the longest unknown name that is compared with those of the fields."""
+
 INSTEAD: Mapping[str, str] = {
+    # the other endpoint's
+    "messages": "prompt, or POST /v1/chat/completions",
+    "tools": "POST /v1/chat/completions",
+    "response_format": "guided_json",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs with a number",
+    "echo": "POST /v1/completions",
+    # the openai package's, which puts what is in it beside the other fields
+    "extra_body": "its fields themselves, beside model",
+    # vLLM's
     "bad_words": "bad_words or phrase_ban of logits_processors",
-    "structured_outputs": f"{', '.join(GUIDES)} or response_format",
+    "structured_outputs": f"{', '.join(GUIDES)} or, in a chat, response_format",
     "vllm_xargs": "arguments of a processor of logits_processors",
+    "repetition_detection": "loop_stop of logits_processors",
+    "priority": "nvext.agent_hints.priority, where more is sooner",
+    # SGLang's
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar, in Lark's syntax",
+    "custom_logit_processor": "logits_processors, by name",
+    "lora_path": "the adapter's name as model",
+    # llama.cpp's, and those of Ollama and of transformers
+    "options": "its fields themselves, beside model",
+    "grammar": "guided_grammar, in Lark's syntax",
+    "format": "guided_json",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "window of the processor repetition_penalty of logits_processors",
+    "samplers": "order of logits_processors",
+    "no_repeat_ngram_size": "no_repeat_ngram of logits_processors",
+    "bad_words_ids": "bad_words_token_ids",
+    "guidance_scale": "cfg of logits_processors",
+    "banned_strings": "phrase_ban of logits_processors",
+    **{
+        f"{prefix}_{rest}": f"{processor} of logits_processors"
+        for prefix, processor, names in (
+            ("dry", "dry", ("multiplier", "base", "allowed_length", "sequence_breakers", "penalty_last_n")),
+            ("xtc", "xtc", ("probability", "threshold")),
+            ("mirostat", "mirostat", ("mode", "tau", "eta")),
+            ("dynatemp", "dynamic_temperature", ("range", "low", "high", "exponent")),
+        )
+        for rest in names
+    },
 }
-"""Names here of fields that vLLM has and these requests have not."""
+"""Names here of fields that other servers have and these requests have not."""
+
+
+def instead_of(name: str, table: Mapping[str, ClientField], processors: Collection[str]) -> str:
+    """The end of the refusal of an unknown field: what there is in its place, if that is known.
+
+    Args:
+        name: The field.
+        table: The fields of the endpoint.
+        processors: Names of the logits processors.
+    """
+    if name in INSTEAD:
+        return f"; use {INSTEAD[name]}"
+    if name in processors:
+        return f"; use {name} of logits_processors"
+    served = [row.name for row in table.values() if row.fate != "refused"] if len(name) <= _MOST_LIKE else ()
+    close = get_close_matches(name, served, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else ""

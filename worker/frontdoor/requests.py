@@ -15,7 +15,7 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
 from worker.frontdoor.field_types import is_one_of
-from worker.frontdoor.fields import CHAT, INSTEAD, ClientField, tables
+from worker.frontdoor.fields import CHAT, ClientField, instead_of, tables
 from worker.frontdoor.guides import guide_as_processor
 from worker.frontdoor.nvext import annotations_of
 from worker.frontdoor.tool_choice import allowed_places, with_allowed_tools
@@ -65,7 +65,7 @@ def rewritten_fields(
             ``max_bytes``.
     """
     try:
-        _check(path, tables(record)[path], fields)
+        _check(path, tables(record)[path], fields, catalog)
         allowed = allowed_places(fields)
         if allowed is not None:
             fields.update(with_allowed_tools(fields))
@@ -188,12 +188,12 @@ def _encoded(fields: Body) -> bytes:
         raise Refused(400, "the body has half of a surrogate pair") from None
 
 
-def _check(path: str, table: Mapping[str, ClientField], fields: Body) -> None:
+def _check(path: str, table: Mapping[str, ClientField], fields: Body, catalog: Catalog) -> None:
     """Raises `FieldRefused` for fields and values that the endpoint's table refuses."""
     for name, value in fields.items():
         field = table.get(name)
         if field is None:
-            hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+            hint = instead_of(name, table, catalog.names)
             raise FieldRefused(printable(name), f"is not a field of {path}{hint}", code="unknown_parameter")
         if field.fate == "refused" and not field.asks_for_nothing(value):
             raise FieldRefused(name, field.why, code="unsupported_parameter")

@@ -250,8 +250,14 @@ def _operation(route: Route, catalog: Catalog) -> dict[str, Any]:
 def _body(path: str, catalog: Catalog) -> dict[str, Any]:
     properties = {field.name: dict(_property(field)) for field in TABLES[path].values()}
     properties["logits_processors"]["x-processors"] = list(catalog.names)
-    required = ["model", "messages" if path == CHAT else "prompt"]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    prompts = ("messages", "prompt") if path == CHAT else ("prompt",)  # a chat's may be token ids
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["model"],
+        "anyOf": [{"required": [name]} for name in prompts],
+        "additionalProperties": False,
+    }
 
 
 def _property(field: ClientField) -> Iterator[tuple[str, Any]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_logits_client.errors import AnswerFailed
+from dynamo_logits_client.errors import AnswerFailed, error_of
 from dynamo_logits_client.events import Event, EventReader
 from dynamo_logits_client.receipts import Receipt, choice_of, receipt_of, receipts_of
 
@@ -103,7 +103,14 @@ class StreamReader:
         Raises:
             AnswerFailed: the piece has an error.
         """
-        return [chunk for event in self._events.feed(piece) if (chunk := self._take(event)) is not None]
+        return list(self.chunks(piece))
+
+    def chunks(self, piece: bytes) -> Iterator[Chunk]:
+        """The chunks of `feed`, one by one: those before an error come before it is raised."""
+        for event in self._events.feed(piece):
+            chunk = self._take(event)
+            if chunk is not None:
+                yield chunk
 
     def end(self) -> None:
         """Note the end of the body.
@@ -118,18 +125,19 @@ class StreamReader:
         if event.name == "error":
             raise AnswerFailed(event.comment or event.data)
         if event.name == "token_ids":
-            found = json.loads(event.data or event.comment)
-            self.prompt_token_ids = json.loads(found) if isinstance(found, str) else found
+            found = _json_of(event.data or event.comment)
+            self.prompt_token_ids = _json_of(found) if isinstance(found, str) else found
         if event.name or not event.data:
             return None
         if event.data == "[DONE]":
             self.is_done = True
             return None
-        data = json.loads(event.data)
-        if "error" in data:
-            error = data["error"]
-            is_object = isinstance(error, Mapping)
-            raise AnswerFailed(error["message"] if is_object else str(error), error.get("param") if is_object else None)
+        data = _json_of(event.data)
+        if isinstance(data, dict) and data.get("error") is not None:
+            error = error_of(event.data)
+            raise AnswerFailed(error["message"], error.get("param"))
+        if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
+            raise AnswerFailed(f"expected a chunk with choices, got {event.data[:200]}")
         return self._count(Chunk(data))
 
     def _count(self, chunk: Chunk) -> Chunk:
@@ -140,3 +148,11 @@ class StreamReader:
         if receipt is not None:
             self.receipts[chunk.choice] = receipt
         return chunk
+
+
+def _json_of(text: str) -> Any:
+    """The JSON data of an event. Raises `AnswerFailed`."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise AnswerFailed(f"expected JSON, got {text[:200]}") from None

@@ -51,7 +51,9 @@ class AsyncClient:
     ) -> None:
         self._server = Server(base_url, api_key, headers)
         self._owns_http = http is None
-        self._http = httpx.AsyncClient(timeout=checked_timeout(timeout_s), trust_env=False) if http is None else http
+        # Waiting for one of the client's own connections is not the server's silence.
+        timeout = httpx.Timeout(checked_timeout(timeout_s), pool=None)
+        self._http = httpx.AsyncClient(timeout=timeout, trust_env=False) if http is None else http
 
     async def chat(self, *, model: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Answer:
         """Answer a chat. Arguments and errors are those of `Client.chat`."""
@@ -142,10 +144,14 @@ class AsyncStream:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         if self._response is None:
             raise RuntimeError("expected to be read within its async with block")
-        with _broken(str(self._response.url)):
-            async for piece in self._response.aiter_bytes():
-                for chunk in self.read.feed(piece):
-                    yield chunk
+        try:
+            with _broken(str(self._response.url)):
+                async for piece in self._response.aiter_bytes():
+                    for chunk in self.read.chunks(piece):
+                        yield chunk
+        except Unreachable:
+            if not self.read.is_done:  # else only the end of the connection is missing
+                raise
         self.read.end()
 
 
@@ -157,4 +163,4 @@ def _broken(url: str) -> Iterator[None]:
     except httpx.TimeoutException as error:
         raise TimedOut(f"{url}: nothing arrived in time") from error
     except httpx.TransportError as error:
-        raise Unreachable(f"{url}: {error or type(error).__name__}") from error
+        raise Unreachable(f"{url}: {str(error) or type(error).__name__}") from error

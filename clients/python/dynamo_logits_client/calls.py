@@ -62,10 +62,10 @@ class Server:
 
 
 def _is_address(url: str) -> bool:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number up to 65535
+    except ValueError:  # the port is no number up to 65535, or the IPv6 address none
         return False
     return has_host and parts.scheme in ("http", "https") and not parts.query and not parts.fragment
 

@@ -147,7 +147,8 @@ class Client:
     def _connection(self) -> http.client.HTTPConnection:
         parts = urlsplit(self._server.base_url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(str(parts.hostname), parts.port, timeout=self._timeout_s)
+        # Without a port it would take the last part of an IPv6 address for one.
+        return kind(str(parts.hostname), parts.port or kind.default_port, timeout=self._timeout_s)
 
     def _sent(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
@@ -177,7 +178,7 @@ class Stream:
                     piece = self._response.read1(_PIECE)
                 if not piece:
                     break
-                yield from self.read.feed(piece)
+                yield from self.read.chunks(piece)
             self.read.end()
         finally:
             self.close()
@@ -204,4 +205,4 @@ def _broken(url: str) -> Iterator[None]:
     except TimeoutError as error:
         raise TimedOut(f"{url}: nothing arrived in time") from error
     except (OSError, http.client.HTTPException) as error:
-        raise Unreachable(f"{url}: {error or type(error).__name__}") from error
+        raise Unreachable(f"{url}: {str(error) or type(error).__name__}") from error

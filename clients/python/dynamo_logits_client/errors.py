@@ -34,7 +34,7 @@ class Refused(ClientError):
     """
 
     def __init__(self, status: int, body: bytes) -> None:
-        error = _error_of(body)
+        error = error_of(body.decode("utf-8", "replace"))
         self.status = status
         self.message: str = error["message"]
         self.param: str | None = error.get("param")
@@ -57,9 +57,8 @@ class AnswerFailed(ClientError):
         self.param = param
 
 
-def _error_of(body: bytes) -> dict[str, Any]:
-    """The error's fields in an answer, whose body may be none of the server's own."""
-    text = body.decode("utf-8", "replace")
+def error_of(text: str) -> dict[str, Any]:
+    """The error's fields in an answer or an event, which may be none of the server's own."""
     try:
         data = json.loads(text)
     except ValueError:

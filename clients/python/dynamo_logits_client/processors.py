@@ -113,7 +113,7 @@ class Tag(_Tag, total=False):
 
     Attributes:
         begin: Begins with one of the triggers (text of 1 to 256 characters).
-        content: Jsoncontent or regexcontent.
+        content: JsonContent or RegexContent.
         end: Text behind the content; may be empty (text of 0 to 256 characters).
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -226,13 +227,19 @@ def _record(kind: Callable[..., Record], data: Any, path: str) -> Record:
     if not isinstance(data, Mapping):
         raise ValueError(f"{path}: expected an object, got {data!r:.80}")
     values: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in _hints(kind).items():
         if name in data:
             values[name] = _value(hint, data[name], f"{path}.{name}")
     try:
         return kind(**values)
     except TypeError as error:
         raise ValueError(f"{path}: {str(error).partition(' ')[2]}") from None
+
+
+@cache
+def _hints(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Types of a record's fields, once for each kind: every chunk of a stream has a receipt."""
+    return get_type_hints(kind)
 
 
 def _value(hint: Any, value: Any, path: str) -> Any:

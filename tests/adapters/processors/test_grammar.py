@@ -430,6 +430,8 @@ def allowed_by_plan(chain: ProcessorChain) -> list[int]:
         (Grammar, {"lark": "rule: /a/"}, "start"),
         (Grammar, {"lark": "start: start"}, "no text matches"),
         (Grammar, {"lark": ' {"grammars": []}'}, "got JSON"),
+        (Grammar, {"lark": 'root ::= "yes" | "no"'}, "in Lark's syntax, .* got EBNF's"),
+        (Grammar, {"lark": '\n  root-1 ::= [^"]\n'}, "in Lark's syntax, .* got EBNF's"),
         (Grammar, {"lark": '%llguidance {"no_forcng": true}\nstart: "a"'}, "no option 'no_forcng', only no_forcing"),
         (Grammar, {"lark": 'start: %lark {\n%llguidance {"lenient": true}\nstart: "a"\n}'}, "no option 'lenient'"),
         (Grammar, {"lark": 'start: a\na[temperature=0.5]: "x"'}, "temperature"),

@@ -1,7 +1,7 @@
 // Fields of one control: numbers, texts, switches, choices, and JSON for what has no form of its own.
 
 import { el, uid } from "./dom.js";
-import { hintOf, lengthProblem, numberProblem, resolved, show } from "./schemas.js";
+import { hintOf, jsonOf, lengthProblem, numberProblem, resolved, show } from "./schemas.js";
 
 /** Label, control, description and error of one field; the latter two belong to the control. */
 export function framed(one, control, focusable = control) {
@@ -135,9 +135,9 @@ export function jsonField(one) {
   return leaf(one, input, (problem) => {
     if (input.value.trim() === "") return one.required ? problem(REQUIRED) : undefined;
     try {
-      return JSON.parse(input.value);
+      return jsonOf(input.value);
     } catch (error) {
-      return problem(`must be JSON: ${error.message}`);
+      return problem(error instanceof RangeError ? error.message : `must be JSON: ${error.message}`);
     }
   });
 }

@@ -88,6 +88,14 @@ export function numberProblem(text, value, schema) {
   return undefined;
 }
 
+/** The value of JSON text. Throws for no JSON, and for an integer that would be sent as another one. */
+export function jsonOf(text) {
+  return JSON.parse(text, (key, value) => {
+    if (typeof value !== "number" || Math.abs(value) <= Number.MAX_SAFE_INTEGER) return value;
+    throw new RangeError(`${value} is too large for a browser to send exactly`);
+  });
+}
+
 /** What is wrong with a number of characters, numbers or entries. */
 export function lengthProblem(length, least, most, unit) {
   if (length < least) return `must have at least ${least} ${unit}, got ${length}`;
