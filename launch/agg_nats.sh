@@ -40,12 +40,13 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
 
+export ETCD_LEASE_TTL=${ETCD_LEASE_TTL:-60} # an etcd that is away for longer ends Dynamo's processes
+check_number ETCD_LEASE_TTL 1 100000
 prepare_several servers
 NATS_STORE=${NATS_STORE:-$scratch/nats} # nothing in it outlives this script
 prepare_nats
 prepare_etcd
 export DYN_DISCOVERY_BACKEND=etcd ETCD_ENDPOINTS=$etcd_url
-export ETCD_LEASE_TTL=${ETCD_LEASE_TTL:-60} # an etcd that is away for longer ends Dynamo's processes
 restart_after_s=$((ETCD_LEASE_TTL + 2))
 export DYN_REQUEST_PLANE=nats DYN_EVENT_PLANE=nats NATS_SERVER=$nats_url
 share_machine "$WORKERS"

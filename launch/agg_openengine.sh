@@ -56,18 +56,18 @@ has_sidecar() {
     "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("dynamo.trtllm.sidecar") is None)' 2> /dev/null
 }
 
-# start_engine NAME PORT ARGUMENT...: a worker behind OpenEngine. What is set for Dynamo's processes, and for the front
-# door's reading of answers, is no option of it.
+# start_engine NAME PORT ARGUMENT...: a worker behind OpenEngine.
 start_engine() {
     local name=$1 port=$2
     shift 2
-    start "$name" env -u DYN_DISCOVERY_BACKEND -u DYN_REQUEST_PLANE -u DYN_EVENT_PLANE -u WORKER_DYN_REASONING_PARSER \
-        -u WORKER_DYN_TOOL_CALL_PARSER -u WORKER_CUSTOM_JINJA_TEMPLATE "$worker_python" -m worker --runtime openengine \
+    status_of_sigterm[$name]="143 1" # while it still loads: its modules, its model
+    start "$name" env "${dynamos_variables[@]/#/--unset=}" "$worker_python" -m worker --runtime openengine \
         --grpc-port "$port" --model-path "$MODEL_PATH" "${worker_arguments[@]}" "$@"
 }
 
 declare -A engine_ports=() # of several workers, by name
-restarts_left=${MAX_RESTARTS:-5}
+MAX_RESTARTS=${MAX_RESTARTS:-5}
+restarts_left=$MAX_RESTARTS
 
 # One of several workers that ended is started again: its requests go on in the others. One that left in order (SIGTERM to
 # it alone, for a rolling restart) is not counted.
@@ -86,9 +86,11 @@ on_death() {
 start_without_dynamo() {
     local number port urls=()
     [[ ${FRONT_DOOR:-on} == on ]] || fail "FRONT_DOOR=$FRONT_DOOR: with UPSTREAM=grpc the front door is the frontend"
-    [[ ${WORKERS:=1} =~ ^[1-9][0-9]?$ ]] || fail "WORKERS must be a number from 1 to 99, got '$WORKERS'"
-    [[ $restarts_left =~ ^(0|[1-9][0-9]?)$ ]] || fail "MAX_RESTARTS must be a number from 0 to 99, got '$restarts_left'"
+    WORKERS=${WORKERS:-1}
+    check_number WORKERS 1 99
+    check_number MAX_RESTARTS 0 99
     check_http_port
+    [[ -z ${GRPC_PORT:-} ]] || check_port GRPC_PORT 127.0.0.1
     prepare_environment openengine
     prepare_runtime
     prepare_model
@@ -110,6 +112,7 @@ start_with_sidecar() {
     [[ -z ${SERVED_MODEL_NAME:-} ]] || fail "SERVED_MODEL_NAME: the sidecar names the model after MODEL_PATH"
     export FRONT_DOOR=off
     check_http_port
+    [[ -z ${GRPC_PORT:-} ]] || check_port GRPC_PORT 127.0.0.1
     prepare_environment openengine
     choose_dynamo_python
     quiet=${DYN_LOG:-,request_span=error,dynamo_sidecar_common=error}

@@ -1,6 +1,7 @@
 """Waits until a worker with these arguments is registered at NATS; prints its served model name.
 
-python launch/await_nats.py URL WORKER_ARGUMENT...
+``python launch/await_nats.py WORKER_ARGUMENT...``, with the worker's environment, which has the
+server and who it lets in.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from worker.runtimes.nats.protocol import Subjects
 POLL_S = 0.2
 
 
-async def served_model(url: str, arguments: Arguments) -> str:
+async def served_model(arguments: Arguments) -> str:
     """The name of the model, once a worker of it answers; others may be at the same server."""
     service = Subjects(_name(arguments), arguments.model_version).service
-    client = await connect(ConnectionOptions(url=url), "await_nats")
+    inboxes = arguments.nats_reply_prefixes.partition(",")[0].strip().removesuffix(".")  # below which it answers
+    client = await connect(ConnectionOptions.of(arguments, inboxes), "await_nats")
     try:
         while True:
             try:
@@ -42,9 +44,8 @@ def _name(arguments: Arguments) -> str:
 
 
 def main() -> int:
-    url, *arguments = sys.argv[1:]
     try:
-        sys.stdout.write(asyncio.run(served_model(url, parse_arguments(arguments))) + "\n")
+        sys.stdout.write(asyncio.run(served_model(parse_arguments())) + "\n")
     except ServingError as error:
         sys.stderr.write(f"{error}\n")
         return 1

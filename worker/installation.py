@@ -107,7 +107,10 @@ def check_ports(environ: Mapping[str, str]) -> None:
 
 def _highest_system_port() -> int:
     """Versions before 1.6 read the system port as a signed 16-bit number."""
-    return 65535 if _installed_version() >= (1, 6) else 32767
+    try:
+        return 65535 if _installed_version() >= (1, 6) else 32767
+    except importlib.metadata.PackageNotFoundError:  # the doctor looks at ports without Dynamo, too
+        return 65535
 
 
 def _installed_version() -> tuple[int, ...]:
@@ -121,8 +124,9 @@ def check_port(host: str, port: int, name: str) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        raise StartupError(f"{name}: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # the latter of what can be no name of a host
+        reason = error.strerror or error if isinstance(error, OSError) else "is no name of a host"
+        raise StartupError(f"{name}: cannot listen on {host}:{port}: {reason}") from None
 
 
 def allow_drain(drain_timeout_s: float, environ: MutableMapping[str, str]) -> None:

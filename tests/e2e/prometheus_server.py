@@ -54,6 +54,34 @@ def program() -> str:
     return str(folder / "usr/bin/prometheus")
 
 
+def check_firing(directory: Path, series: dict[str, str], expected: dict[str, set[str]]) -> None:
+    """Fails unless the alerts fire as expected, with the manifest's durations, by promtool's clock.
+
+    Args:
+        directory: Folder for files.
+        series: Values of series, in promtool's notation, one each 15 s.
+        expected: Names of the alerts that fire, by the time since the first values.
+    """
+    manifest = yaml.safe_load((REPOSITORY / "k8s/monitoring/alerts.yaml").read_text())
+    (directory / "rules.yml").write_text(yaml.safe_dump({"groups": manifest["spec"]["groups"]}))
+    firing = 'count by (alertname) (ALERTS{alertstate="firing",alertname!="DlwNoWorker"})'
+    checks = [
+        {
+            "expr": firing,
+            "eval_time": at,
+            "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)],
+        }
+        for at, names in expected.items()
+    ]
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    one = {"interval": "15s", "input_series": inputs, "promql_expr_test": checks}
+    test = {"rule_files": ["rules.yml"], "evaluation_interval": "15s", "tests": [one]}
+    (directory / "test.yml").write_text(yaml.safe_dump(test))
+    command = [str(Path(program()).with_name("promtool")), "test", "rules", "test.yml"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 class Prometheus:
     """A server that was started in `directory`."""
 

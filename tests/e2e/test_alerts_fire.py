@@ -19,7 +19,7 @@ from e2e_stack import MODEL, REPOSITORY, Stack, asking, http, wait_for
 from endpoints import Endpoint, tokens
 from ports import free_port
 from processor_requests import PATIENT, of, with_third_parties
-from prometheus_server import Prometheus, running_prometheus
+from prometheus_server import Prometheus, check_firing, running_prometheus
 
 from adapters.client import processor
 
@@ -79,6 +79,45 @@ def test_an_engine_that_fails_requests(stack: Stack, prometheus: Prometheus) -> 
     worker.end()  # its pod is deleted, another one takes its place
     prometheus.scrape(stack.start_worker(*CPU))
     prometheus.wait_clears("DlwEngineBroken")
+
+
+BROKEN = 'dlw_requests_total{instance="1:9090",outcome="engine_broken",pod="a"%s}'
+BEGUN = 'dlw_requests_created{instance="%s",outcome="stop",pod="a"%s}'
+
+
+@pytest.mark.parametrize("label", ["same", "own"], ids="{}_worker_id".format)
+def test_a_worker_that_breaks_between_two_scrapes(label: str, tmp_path: Path) -> None:
+    """Its last counts are never seen: it leaves within seconds. With some kinds of discovery the
+    next one has labels of its own.
+    """
+    before, after = ',worker_id="1"', ',worker_id="2"'
+    if label == "same":
+        series = {BROKEN % before: "0x100", BEGUN % ("1:9090", before): "1000x20 1305x80"}
+    else:
+        series = {
+            BROKEN % before: "0x20 stale",
+            BROKEN % after: "_x21 0x80",
+            BEGUN % ("1:9090", before): "1000x20 stale",
+            BEGUN % ("1:9090", after): "_x21 1305x80",
+        }
+    check_firing(tmp_path, series, {"5m": set(), "6m": {"DlwEngineBroken"}, "14m": {"DlwEngineBroken"}, "17m": set()})
+
+
+def test_a_worker_that_is_replaced_is_not_broken(tmp_path: Path) -> None:
+    """A pod of a name that there was before, and one of another name."""
+    series = {BEGUN % ("1:9090", ""): "1000x20 stale", BEGUN % ("2:9090", ""): "_x21 1305x80"}
+    series['dlw_requests_created{instance="3:9090",outcome="stop",pod="b"}'] = "_x21 1310x80"
+    check_firing(tmp_path, series, {"5m": set(), "6m": set(), "10m": set()})
+
+
+def test_a_processor_fails_while_pods_are_replaced(tmp_path: Path) -> None:
+    """The counts of a pod that goes away do not stand for those of the next one."""
+    failed = 'dlw_processor_errors_total{pod="%s",processor="acme/p",reason="raised"}'
+    series = {failed % "a": "1000x60 stale", failed % "b": "_x62 1+1x60"}
+    check_firing(tmp_path, series, {"15m": set(), "18m": {"DlwProcessorFails"}, "29m": {"DlwProcessorFails"}})
+    check_firing(tmp_path, {failed % "a": "_x21 6x80"}, {"5m": set(), "6m": {"DlwProcessorFails"}, "17m": set()})
+    restarted = {failed % "a": "1000x60 0+1x60"}
+    check_firing(tmp_path, restarted, {"15m": set(), "18m": {"DlwProcessorFails"}, "29m": {"DlwProcessorFails"}})
 
 
 def test_a_slow_processor_on_a_full_worker(stack: Stack, prometheus: Prometheus) -> None:

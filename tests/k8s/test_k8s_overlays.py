@@ -169,8 +169,8 @@ def documented() -> dict[str, tuple[str, set[str]]]:
     return {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
 
 
-SCRAPED = {"pod", "namespace"}
-"""Labels that the PodMonitor adds."""
+SCRAPED = {"pod", "namespace", "instance"}
+"""Labels that Prometheus adds."""
 
 
 def expressions() -> list[str]:
@@ -199,14 +199,15 @@ def test_every_metric_of_a_query_is_scraped(expression: str) -> None:
     used = re.findall(r"(dlw_\w+)(?:\{([^}]*)\})?", expression)
     assert used
     for name, matchers in used:
-        base = re.sub(r"_(bucket|sum|count)$", "", name)
-        kind, labels = known[name] if name in known else known[base]
-        assert (kind == "histogram") == (name != base)
+        counted = re.sub(r"_created$", "_total", name)
+        base = re.sub(r"_(bucket|sum|count)$", "", counted)
+        kind, labels = known[counted] if counted in known else known[base]
+        assert (kind == "histogram") == (counted != base)
         matched = re.findall(r'(\w+)(?:=~|!=|=)"([^"]*)"', matchers)
         assert {label for label, _ in matched} <= labels | SCRAPED
-        if name == "dlw_requests_total":
+        if counted == "dlw_requests_total":
             assert {value for label, text in matched if label == "outcome" for value in text.split("|")} <= {*OUTCOMES}
-        if kind == "counter":
+        if kind == "counter" and name == counted:
             assert re.search(rf"(rate|increase)\({name}|{name}\S* offset ", expression)
     grouped = {label for found in re.findall(r" by \(([^)]*)\)", expression) for label in found.split(", ")}
     assert grouped <= SCRAPED | {"le"}.union(*(known.get(name, ("", set()))[1] for name, _ in used))

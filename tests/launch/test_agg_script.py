@@ -7,12 +7,15 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
 import pytest
 from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
 
+from worker.arguments import OPTIONS, parse_arguments
+from worker.errors import ConfigurationError
 from worker.tiny_model import write_tiny_model
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -199,6 +202,62 @@ def test_no_port(tmp_path: Path, port: str) -> None:
     with launched(tmp_path, variables={"HTTP_PORT": port}) as script:
         assert script.finish() == 1
         assert script.output == f"agg: error: HTTP_PORT must be a port number, got '{port}'\n"
+
+
+@pytest.mark.parametrize("limit", ["2.5", "0", "many", "010"])
+def test_a_limit_of_bodies_that_is_none(tmp_path: Path, limit: str) -> None:
+    with launched(tmp_path, variables={"DYN_HTTP_BODY_LIMIT_MB": limit}) as script:
+        assert script.finish() == 1
+        said = f"DYN_HTTP_BODY_LIMIT_MB must be a number from 1 to 100000, got '{limit}'"
+        assert script.output == f"agg: error: {said}\n"
+        script.assert_nothing_left([])
+
+
+def sourced(program: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program after what the launch scripts share, with the arguments of a script."""
+    command = ["bash", "-c", f"usage() {{ :; }}; source {REPOSITORY}/launch/lib.sh; {program}", "agg.sh", *arguments]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "seconds"),
+    [
+        ((), {}, 135),
+        (("--drain-timeout-s", "30.5"), {}, 135),
+        (("--drain-timeout-s", "300"), {}, 315),
+        (("--drain-timeout-s=08000.5",), {"WORKER_DRAIN_TIMEOUT_S": "600"}, 8015),
+        ((), {"WORKER_DRAIN_TIMEOUT_S": "600"}, 615),
+        ((), {"FRONT_DOOR_DRAIN_TIMEOUT_S": "200"}, 215),
+        (("--drain-timeout-s", "ten"), {}, 135),
+    ],
+)
+def test_a_worker_has_the_time_of_its_drain(arguments: Any, variables: dict[str, str], seconds: int) -> None:
+    """It was killed after two minutes, and with it the requests that it was told to finish."""
+    assert sourced("echo $stop_timeout_s", *arguments, **variables).stdout == f"{seconds}\n"
+
+
+def test_the_variables_of_dynamo_are_known() -> None:
+    """A worker on another runtime refuses them, and takes the others, which thus stay set."""
+    (named,) = sourced('echo "${dynamos_variables[@]}"').stdout.splitlines()
+    refused = {"DYN_NAMESPACE_WORKER_SUFFIX", "DYN_DISCOVERY_BACKEND"}  # the latter means nothing to it
+    for option in OPTIONS:
+        value = next((one for one in option.choices if one != option.default), "chat")
+        try:
+            parse_arguments(["--model-path", "/m", "--runtime", "openengine"], {option.env: value})
+        except ConfigurationError as error:
+            if option.env.startswith("DYN_") and str(error).endswith("needs --runtime dynamo"):
+                refused.add(option.env)
+    assert refused == set(named.split())
+
+
+def test_the_workers_own_variable_chooses_the_environment(tmp_path: Path) -> None:
+    program = "python=python3; choose_worker_python; echo $worker_python"
+    nowhere = str(tmp_path / "none")
+    for variable in ("ENGINE", "WORKER_ENGINE"):
+        done = sourced(program, DLW_VLLM_VENV=nowhere, **{variable: "vllm"})
+        assert f"error: --engine vllm: no Python at {nowhere}/bin/python" in done.stderr
+    assert sourced(program, DLW_VLLM_VENV=nowhere).stdout == "python3\n"
+    assert sourced(program, DLW_VLLM_VENV=nowhere, ENGINE="embedded", WORKER_ENGINE="vllm").stdout == "python3\n"
 
 
 def test_help_names_every_variable() -> None:

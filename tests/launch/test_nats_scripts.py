@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,31 @@ def test_two_servers_do_not_keep_their_state_in_one_place(tmp_path: Path) -> Non
         with launched(tmp_path, variables=variables, script="nats.sh") as script:
             assert script.finish() == 1
     assert f"another nats-server keeps its state in {store}; set NATS_URL" in script.output
+
+
+def test_a_port_that_another_server_has(tmp_path: Path) -> None:
+    """The worker would begin to serve there, and our own server's log of why it ended is gone."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with launched(tmp_path, variables={"NATS_PORT": port}, script="nats.sh") as script:
+            assert script.finish() == 1
+    said = f"port {port} on 127.0.0.1 is taken; set NATS_PORT to a free one, or NATS_URL to the server that is there"
+    assert script.output == f"nats: error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "variable", "expected"),
+    [
+        ("nats.sh", "NATS_PORT", "a port number"),
+        ("agg_nats.sh", "ETCD_LEASE_TTL", "a number from 1 to 100000"),
+    ],
+)
+def test_numbers_are_numbers(tmp_path: Path, script: str, variable: str, expected: str) -> None:
+    with launched(tmp_path, variables={variable: "60s"}, script=script) as started:
+        assert started.finish() == 1
+    assert started.output == f"{script.removesuffix('.sh')}: error: {variable} must be {expected}, got '60s'\n"
 
 
 @pytest.mark.campaign

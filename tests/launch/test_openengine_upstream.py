@@ -54,8 +54,9 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         ({"UPSTREAM": "grpc", "FRONT_DOOR": "off"}, "with UPSTREAM=grpc the front door is the frontend"),
         ({"UPSTREAM": "grpc", "WORKERS": "0"}, "WORKERS must be a number from 1 to 99, got '0'"),
         ({"UPSTREAM": "grpc", "MAX_RESTARTS": "x"}, "MAX_RESTARTS must be a number from 0 to 99, got 'x'"),
+        ({"UPSTREAM": "grpc", "GRPC_PORT": "x"}, "GRPC_PORT must be a port number, got 'x'"),
     ],
-    ids=("upstream", "door", "workers", "restarts"),
+    ids=("upstream", "door", "workers", "restarts", "port"),
 )
 def test_what_it_refuses(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:

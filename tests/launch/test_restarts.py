@@ -49,9 +49,9 @@ class Script(ScriptOutput):
 
 
 @contextlib.contextmanager
-def running(directory: Path, max_restarts: int) -> Iterator[Script]:
+def running(directory: Path, max_restarts: int, program: str = WORKER) -> Iterator[Script]:
     worker = directory / "worker"
-    worker.write_text(WORKER)
+    worker.write_text(program)
     worker.chmod(0o700)
     script = directory / "script.sh"
     script.write_text(SCRIPT.format(launch=REPOSITORY / "launch", worker=worker))
@@ -106,6 +106,16 @@ def test_a_worker_that_was_told_to_end_is_replaced_at_once(tmp_path: Path) -> No
             script.read_until("ended with status 0; it is started again in 0 s")
             leaving, arguments = script.worker()
             assert arguments == "-m worker --model-path a model --of the second"
+
+
+@pytest.mark.parametrize(("ends", "status"), [("exit 1", 0), ("trap - TERM; kill $$", 0), ("exit 3", 1)])
+def test_a_worker_that_still_loads_ends_as_it_does(tmp_path: Path, ends: str, status: int) -> None:
+    """With 1 where it had begun with its model, and by the signal before."""
+    program = WORKER.replace("trap 'exit 0' TERM", f"trap '{ends}' TERM")
+    with running(tmp_path, max_restarts=0, program=program) as script:
+        by_role(script)
+        script.process.terminate()
+        assert script.process.wait(60) == status
 
 
 def test_the_others_go_on_without_a_worker_that_died_too_often(tmp_path: Path) -> None:

@@ -113,4 +113,7 @@ def test_an_environment_of_ones_own_is_left_alone(checkout: Path) -> None:
     python(checkout, "../own/bin/python", "3.12")
     environ = {"PATH": str(checkout / "bin"), "DLW_VENV": str(checkout / "own")}
     assert subprocess.run([str(checkout / "scripts/install")], env=environ).returncode == 0
+    environ["DLW_VENV"] = "../own"  # as a launch script takes it: from where it is started
+    done = subprocess.run([str(checkout / "scripts/install")], cwd=checkout / "bin", env=environ)
+    assert done.returncode == 0
     assert not (checkout / ".venv").exists()

@@ -348,13 +348,32 @@ async def test_the_launch_script_waits_for_its_own_model(
     script = REPOSITORY / "launch" / "await_nats.py"
     arguments = ["--runtime", "nats", "--model-path", str(tiny_model), "--served-model-name", "mine"]
     waiting = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(script), nats_server.url, *arguments),
+        *(sys.executable, str(script), *arguments),
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "WORKER_NATS_URL": nats_server.url},
     )
     async with running(tiny_model, nats_server.url, "mine"):
         output, _ = await waiting.communicate()
     assert output == b"mine\n"
+
+
+async def test_the_launch_script_has_the_rights_of_its_worker(tiny_model: Path, tmp_path: Path) -> None:
+    """On a server that lets nobody else in, where the worker answers to some inboxes alone."""
+    server = NatsServer(tmp_path / "server", config='authorization { token: "right" }\n')
+    server.start()
+    options = ["--nats-token", "right", "--nats-reply-prefixes", "_INBOX_app."]
+    arguments = ["--runtime", "nats", "--model-path", str(tiny_model), "--nats-url", server.url, *options]
+    try:
+        async with running(tiny_model, server.url, tiny_model.name, *options):
+            waiting = await asyncio.create_subprocess_exec(
+                *(sys.executable, str(REPOSITORY / "launch" / "await_nats.py"), *arguments),
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            )
+            output, _ = await waiting.communicate()
+    finally:
+        server.kill()
+    assert output == f"{tiny_model.name}\n".encode()
 
 
 async def test_the_program_of_the_page_runs(

@@ -91,6 +91,8 @@ NEEDED = {
     "grpc_tls_cert": ["--grpc-tls-key", "k"],
     "grpc_tls_key": ["--grpc-tls-cert", "c"],
     "engine_port": ["--engine-key-file", "k"],
+    "thinking_start": ["--thinking-end", "e"],
+    "thinking_end": ["--thinking-start", "s"],
 }
 """Options that go with another one."""
 
@@ -219,6 +221,8 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be one of auto, none, int8, int16, got 'fp8'"),
         (["--engine", "trtllm", "--max-mixed-chunk", "64"], "--max-mixed-chunk 64 needs --engine embedded"),
         (["--engine", "trtllm", "--step-timeout-s", "5"], "--step-timeout-s 5.0 needs --engine embedded or vllm"),
+        (["--thinking-start", "<t>"], "--thinking-start and --thinking-end belong together; give both"),
+        (["--thinking-end", "</t>"], "--thinking-start and --thinking-end belong together; give both"),
         (["--dtype", "float16"], "--dtype float16 needs --engine trtllm or vllm"),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (

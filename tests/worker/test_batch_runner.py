@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sqlite3
+import threading
 from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
@@ -35,7 +37,7 @@ from hypothesis import strategies as st
 from worker.engines.weights import ABORTED
 from worker.frontdoor.batches import BatchService, runner, running_batch
 from worker.frontdoor.batches.objects import StoredBatch
-from worker.frontdoor.batches.requests import WINDOWS_S, NewBatch
+from worker.frontdoor.batches.requests import WINDOWS_S, NewBatch, batch_listing, new_batch
 from worker.frontdoor.batches.stored_batches import StoredBatches
 from worker.frontdoor.errors import Refused
 
@@ -143,6 +145,73 @@ async def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         assert {each["error"]["code"] for each in results.values() if each["error"]} == {"batch_cancelled"}
         with pytest.raises(Refused, match="cannot be cancelled"):
             await at.cancel_batch(OWNER, batch.id)
+
+
+async def left_alone(store: Any, method: str, work: Coroutine[Any, Any, Any]) -> None:
+    """Let a client leave as the store has done what it asked for, and nobody else knows of it."""
+    done, free, original = threading.Event(), threading.Event(), getattr(store, method)
+
+    def slow(*arguments: Any) -> Any:
+        result = original(*arguments)
+        done.set()
+        free.wait()
+        return result
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, method, slow)
+        asking = asyncio.create_task(work)
+        await asyncio.to_thread(done.wait)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        free.set()
+
+
+async def test_a_batch_runs_whose_client_has_left(tmp_path: Path) -> None:
+    """It is in the store, and would wait there until the next start."""
+    async with service(tmp_path) as at:
+        file = await uploaded(at, jsonl([line("a")]))
+        fields = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        await left_alone(at._store.store, "add_batch", at.add_batch(OWNER, new_batch(fields, (CHAT,))))
+        (batch,) = (await at.batches(OWNER, batch_listing({}))).items
+        assert (await ended(at, batch)).status == "completed"
+
+
+async def test_a_batch_ends_whose_client_has_left(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def never(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with service(tmp_path, never) as at:
+        batch = await begun(at, jsonl([line("a")]))
+        await asked.wait()
+        await left_alone(at._store.batches, "cancel", at.cancel_batch(OWNER, batch.id))
+        assert (await ended(at, batch)).status == "cancelled"
+
+
+async def test_an_upload_whose_client_has_left_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy, too, which a thread still makes."""
+    copying, free, sendfile = threading.Event(), threading.Event(), os.sendfile
+
+    def slow(*arguments: int) -> int:
+        copying.set()
+        free.wait()
+        return sendfile(*arguments)
+
+    monkeypatch.setattr(os, "sendfile", slow)
+    async with service(tmp_path) as at:
+        asking = asyncio.create_task(uploaded(at, jsonl([line("a")])))
+        await asyncio.to_thread(copying.wait)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        free.set()
+        async with asyncio.timeout(WAIT_S):
+            while list((tmp_path / "files" / "incoming").iterdir()):
+                await asyncio.sleep(0.01)
 
 
 async def test_a_batch_can_be_cancelled_before_its_lines(tmp_path: Path) -> None:

@@ -376,6 +376,36 @@ def test_a_failed_end_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.
     store.close()
 
 
+class FullAtTheEnd:
+    """A connection whose disk has no room for what a transaction writes at its end."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def execute(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
+        if statement == "COMMIT":
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._connection.execute(statement, *parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def test_a_file_without_room_for_its_row_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client tries again and again: what each upload left would make a full disk fuller."""
+    store = Store(tmp_path, CAPACITY)
+    kept = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+    with monkeypatch.context() as patched:
+        patched.setattr(store._database, "connection", FullAtTheEnd(store._database.connection))
+        for _ in range(2):
+            with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+                store.files.add(OWNER, "a", INPUT, incoming(store, b"y"), 3600)
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {kept.id, "incoming"}
+    again = store.files.add(OWNER, "a", INPUT, incoming(store, b"y"), 3600)
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {kept.id, again.id, "incoming"}
+    store.close()
+
+
 def test_a_client_cannot_begin_batches_without_end(tmp_path: Path) -> None:
     store = Store(tmp_path, CAPACITY)
     file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)

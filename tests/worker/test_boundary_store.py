@@ -21,11 +21,13 @@ import pytest_asyncio
 from ports import free_port
 from servers import EtcdServer, NatsServer, ServerProcess
 
-from worker.errors import StartupError
+from worker.errors import BoundaryStoreUnavailable, StartupError
+from worker.migration import record_store
 from worker.migration.etcd_store import EtcdStore
 from worker.migration.file_store import FileStore
 from worker.migration.named_store import make_store
 from worker.migration.nats_store import NatsStore
+from worker.migration.record_store import RecordStore
 from worker.migration.store import BoundaryStore, StoreError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -344,6 +346,44 @@ async def test_what_can_never_work_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match=r"--boundary-store file:.*file: File exists"):
         await make_store(f"file:{tmp_path / 'file'}").open()
-    for address in ("etcd:127.0.0.1:2379", "etcd:ftp://127.0.0.1", "etcd:http://"):
+    of_etcd = (
+        "etcd:127.0.0.1:2379",
+        "etcd:ftp://127.0.0.1",
+        "etcd:http://",
+        "etcd://h:port",
+        "etcd://u:p@h",
+        "etcd://[::1",
+    )
+    for address in of_etcd:
         with pytest.raises(StartupError, match="must be etcd:http://HOST:PORT"):
             make_store(address)
+    for address in ("nats://h:port", "nats://", "nats://a:4222,nats://b:4222", "nats://a,b", "nats://[::1", "nats:h:0"):
+        with pytest.raises(StartupError, match="must be nats:URL, the URL of one server"):
+            make_store(address)
+
+
+async def test_no_message_has_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients see it: a request is refused with the store's error."""
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    async def silent(*_: Any, **__: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(record_store, "TIMEOUT_S", 0.01)
+    for connect, problem in ((refused, "refused"), (silent, "does not answer within")):
+        monkeypatch.setattr(nats, "connect", connect)
+        records = RecordStore(make_store("nats://user:secret@127.0.0.1:4222"))
+        with pytest.raises(BoundaryStoreUnavailable) as raised:
+            await records.read(KEY)
+        assert str(raised.value).startswith(f"the boundary store nats://127.0.0.1:4222: {problem}")
+    for address in (
+        "nats://user:secret@h:port",
+        "nats:tls://user:secret@h:port",
+        "etcd://user:secret@h",
+        "x://a:secret@h",
+    ):
+        with pytest.raises(StartupError) as unfit:
+            make_store(address)
+        assert "secret" not in str(unfit.value)

@@ -5,6 +5,7 @@ machines, and on this one.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 import os
 import socket
@@ -181,6 +182,26 @@ def test_a_taken_port_lacks() -> None:
 def test_a_port_that_is_none_lacks(text: str) -> None:
     found = {each.name: each for each in ports({"HTTP_PORT": text})}
     assert found["HTTP port"].level == "lacks"
+
+
+def test_a_name_that_no_host_can_have_lacks() -> None:
+    found = {
+        each.name: each for each in ports({"HTTP_HOST": "a..b", "DYN_SYSTEM_HOST": "c" * 64, "DYN_SYSTEM_PORT": "9090"})
+    }
+    assert [found[name].level for name in ("HTTP port", "runtime's ports")] == ["lacks", "lacks"]
+    assert "HTTP_PORT: cannot listen on a..b:8000: is no name of a host" in found["HTTP port"].found
+
+
+def test_ports_are_looked_at_without_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    found = {each.name: each for each in ports({"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": port})}
+    assert found["runtime's ports"].level == "ok"
 
 
 def test_the_command_on_this_machine(tmp_path: Path) -> None:

@@ -74,6 +74,30 @@ def test_a_forgotten_adapter_is_not_written_again(store: Path) -> None:
     assert (entries.check(), entries.check()) == ([], [path])
 
 
+def test_workers_of_one_number_do_not_write_over_each_other(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers that share the directory number their processes alike, and a machine that slept
+    lets all of them write at once.
+    """
+    both = [FileEntries(store, instance) for instance in (INSTANCE, INSTANCE + 1)]
+    before = contents(store)
+    for entries in both:
+        entries.check()
+    for path in store.glob("v1/*/*"):
+        path.unlink()
+    for entries in both:
+        entries.check()
+    replace = os.replace
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        both[1].check()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    both[0].check()
+    assert contents(store) == before
+
+
 def test_others_are_left_alone(store: Path) -> None:
     entries = FileEntries(store, INSTANCE)
     entries.check()

@@ -312,6 +312,19 @@ async def test_what_is_only_checked_is_not_computed() -> None:
     (chunk,) = await collect(worker, request(token_ids=[50], annotations=[WANTS_REFUSAL, ONLY_CHECKED]))
     assert chunk["engine_data"][REFUSAL]["field"] == "token_ids"
     assert len(worker.server.in_flight) == 0
+    assert (outcome(worker, "stop"), outcome(worker, "refused")) == (1, 1)
+    found = worker.server.metrics.registry.get_sample_value
+    assert found("dlw_tokens_total", {"kind": "prompt"}) == found("dlw_request_duration_seconds_count") == 0
+
+
+async def test_what_is_only_checked_needs_no_kv() -> None:
+    """No prefill worker has computed its prompt, and the decode worker does not compute it."""
+    given = ["--model-path", "/m", "--disaggregation-mode", "decode", "--max-local-prefills", "0"]
+    worker = WorkerEngine(FakeEngine(two_tokens), parse_arguments(given, {}), seal=SEAL, make_chains=chains)
+    await worker.start(1)
+    (chunk,) = await collect(worker, request(annotations=[WANTS_REFUSAL, ONLY_CHECKED]))
+    assert "engine_data" not in chunk
+    assert not worker.server.disaggregation.counts
 
 
 async def test_unknown_errors_hide_details_and_many_break_the_engine() -> None:
@@ -445,6 +458,17 @@ async def test_cleanup_after_a_failed_start() -> None:
     assert worker.server.startup_error == "no weights in /models/tiny"
     await worker.cleanup()
     assert engine.num_stops == 1
+
+
+async def test_a_worker_that_is_told_to_stop_loads_nothing() -> None:
+    """Before the engine has anything to stop: the runtime may wait for a server before it loads."""
+    engine = FakeEngine(two_tokens)
+    engine.failure = AssertionError("the engine was started")
+    worker = WorkerEngine(engine, ARGUMENTS, shut_down=Left(), make_chains=chains)
+    worker.server.signalled()
+    with pytest.raises(StartupError, match="told to stop before the model was loaded"):
+        await worker.start(1)
+    await worker.cleanup()
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])

@@ -17,9 +17,9 @@ from served_worker import Client, serving
 
 from adapters.client import processor
 from worker.disaggregation.serving import TransferMetrics
-from worker.engines import QueueTimes
+from worker.engines import Measured, QueueTimes
 from worker.lifecycle.drain import InFlightRequests
-from worker.metrics import WorkerMetrics
+from worker.metrics import LoadMetrics, WorkerMetrics
 from worker.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -77,6 +77,24 @@ async def test_the_document_has_every_metric_of_a_scrape_and_no_other(served: Cl
 
 def value(client: Client, name: str, **labels: str) -> Any:
     return client.worker.server.metrics.registry.get_sample_value(name, labels)
+
+
+async def test_the_rows_of_engines_that_know_their_load(served: Client) -> None:
+    """What only some engines have is said once, for a number of rows."""
+    registry, server = CollectorRegistry(), served.worker.server
+    assert isinstance(server.engine, Measured)
+    LoadMetrics(server.engine, server.info, registry)
+    names = list(documented())
+    first = names.index("dlw_waiting_requests")
+    words = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    (word,) = re.findall(r"waiting queue; embedded engine and vLLM, as the next (\w+) \|", DOCUMENT.read_text())
+    assert set(names[first : first + 2 + words.index(word)]) == set(families(registry))
+
+
+async def test_requests_tell_when_they_were_first_counted() -> None:
+    """By it the alert of broken engines knows that a worker was started again."""
+    registry = WorkerMetrics(InFlightRequests()).registry
+    assert 'dlw_requests_created{outcome="stop"}' in generate_latest(registry).decode()
 
 
 async def test_what_the_histograms_observed(served: Client) -> None:

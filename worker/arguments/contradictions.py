@@ -185,6 +185,8 @@ def refuse_contradictions(a: Arguments) -> None:
         raise ConfigurationError(f"--modality multimodal with --disaggregation-mode {a.disaggregation_mode}: {_WHOLE}")
     if a.modality == "text" and (a.allowed_local_media_path is not None or a.allowed_media_domains):
         raise ConfigurationError("--allowed-local-media-path and --allowed-media-domains need --modality multimodal")
+    if (a.thinking_start is None) != (a.thinking_end is None):
+        raise ConfigurationError("--thinking-start and --thinking-end belong together; give both")
     if a.dtype == "float16" and a.engine == "embedded":
         raise ConfigurationError("--dtype float16 needs --engine trtllm or vllm")
     unknown = set(a.endpoint_types.split(",")) - {"chat", "completions", "none"}

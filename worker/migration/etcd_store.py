@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from worker.errors import StartupError
-from worker.migration.store import TTL_S, StoreError
+from worker.migration.store import TTL_S, StoreError, without_user
 
 T = TypeVar("T")
 
@@ -36,16 +36,17 @@ class EtcdStore:
         ttl_s: Seconds after which a record goes away, at the earliest.
 
     Raises:
-        StartupError: the URL is none of HTTP.
+        StartupError: the URL is none of HTTP, or has a user, which the store does not log in as.
     """
 
     def __init__(self, url: str, ttl_s: float = TTL_S) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StartupError(f"--boundary-store etcd:{url}: must be etcd:http://HOST:PORT or etcd:https://HOST:PORT")
-        self.address = f"etcd:{url}"
-        self._host, self._port = parts.hostname, parts.port or 2379
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.address = f"etcd:{without_user(url)}"
+        place = _place(url)
+        if place is None:
+            problem = "must be etcd:http://HOST:PORT or etcd:https://HOST:PORT, without a user"
+            raise StartupError(f"--boundary-store {self.address}: {problem}")
+        scheme, self._host, self._port = place
+        self._tls = ssl.create_default_context() if scheme == "https" else None
         self._ttl_s = ttl_s
         self._lease: tuple[str, float] | None = None  # id, and when it was granted
         self._idle: list[http.client.HTTPConnection] = []
@@ -131,6 +132,18 @@ class EtcdStore:
             problem = found.get("message") or found.get("error") if isinstance(found, dict) else found
             raise ValueError(f"{response.status} {problem}")
         return found
+
+
+def _place(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port of a URL of HTTP; None if it is none, or has a user."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 2379
+    except ValueError:  # its port is no number, or its host is not whole
+        return None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        return None
+    return parts.scheme, parts.hostname, port
 
 
 def _encoded(key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.errors import StartupError
-from worker.migration.store import BoundaryStore
+from worker.migration.store import BoundaryStore, without_user
 
 
 def make_store(address: str) -> BoundaryStore:
@@ -25,4 +25,4 @@ def make_store(address: str) -> BoundaryStore:
         from worker.migration.etcd_store import EtcdStore
 
         return EtcdStore(f"http:{place}" if place.startswith("//") else place)
-    raise StartupError(f"--boundary-store {address}: must be file:DIRECTORY, nats:URL or etcd:URL")
+    raise StartupError(f"--boundary-store {without_user(address)}: must be file:DIRECTORY, nats:URL or etcd:URL")

@@ -8,13 +8,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import nats
 from nats.aio.client import Client
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NoStreamResponseError
 from nats.js.kv import KeyValue
 
-from worker.migration.store import TTL_S, StoreError
+from worker.errors import StartupError
+from worker.migration.store import TTL_S, StoreError, without_user
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,16 @@ class NatsStore:
         url: URL of the server, such as ``nats://127.0.0.1:4222``.
         ttl_s: Seconds after which a record goes away; of a bucket that is there already, its own.
         bucket: Name of the bucket.
+
+    Raises:
+        StartupError: the URL is none of one server.
     """
 
     def __init__(self, url: str, ttl_s: float = TTL_S, bucket: str = BUCKET) -> None:
-        self.address = self._url = url
+        self._url = url if "://" in url else f"nats://{url}"
+        self.address = without_user(self._url)
+        if not _is_of_one_server(self._url):
+            raise StartupError(f"--boundary-store {self.address}: must be nats:URL, the URL of one server")
         self._name = bucket
         self._ttl_s = ttl_s
         self._client: Client | None = None
@@ -82,7 +90,7 @@ class NatsStore:
         except (nats.errors.Error, OSError) as error:
             if isinstance(error, (BucketNotFoundError, NoStreamResponseError)):
                 self._bucket = None  # the server has lost it: it is made again
-            raise StoreError(f"{self._url}: {str(error) or type(error).__name__}") from None
+            raise StoreError(f"{self.address}: {str(error) or type(error).__name__}") from None
 
     async def _open_bucket(self) -> KeyValue:
         client = await self._connected()
@@ -107,6 +115,14 @@ class NatsStore:
                 inbox_prefix=INBOX,
             )
         return self._client
+
+
+def _is_of_one_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0) and "," not in parts.netloc
+    except ValueError:  # its port is no number, or its host is not whole
+        return False
 
 
 async def _note(error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 TTL_S = 300.0
@@ -14,6 +15,11 @@ class StoreError(Exception):
     """The store could not do what it was asked; the message says which one, and why."""
 
 
+def without_user(address: str) -> str:
+    """``address`` without the user, password or token that its URLs may have: messages show it."""
+    return re.sub(r"(?<=//)[^/,]*@", "", address)
+
+
 class BoundaryStore(Protocol):
     """Keeps the records; for one event loop.
 
@@ -21,7 +27,7 @@ class BoundaryStore(Protocol):
     Keys are hexadecimal digits, values small.
 
     Attributes:
-        address: Name of the store in errors.
+        address: Name of the store in errors, which clients may see: without passwords.
     """
 
     address: str

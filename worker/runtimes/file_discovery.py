@@ -61,6 +61,9 @@ class FileEntries:
 
     def __init__(self, directory: Path, instance_id: int) -> None:
         self._directory = directory.absolute()
+        self._aside = (
+            self._directory / f".{instance_id:x}"
+        )  # not of the process: containers that share it number theirs alike
         self._names = re.compile(rf".*%2F{instance_id:x}(%2F.*)?", re.DOTALL)
         self._contents: dict[Path, bytes] = {}
         self._missing: set[Path] = set()
@@ -99,9 +102,8 @@ class FileEntries:
         missing = self._contents.keys() - found.keys()
         lost, self._missing = sorted(missing & self._missing), missing
         for path in lost:
-            aside = self._directory / f".{os.getpid()}"  # entries are not looked for there
-            aside.write_bytes(self._contents[path])
-            os.replace(aside, path)
+            self._aside.write_bytes(self._contents[path])  # entries are not looked for there
+            os.replace(self._aside, path)
         return lost
 
     def _own(self, directory: str) -> list[Path]:

@@ -18,6 +18,7 @@ from worker.processors.builder import ServedChainBuilder
 from worker.request_log import RequestEntry
 from worker.requests.prompt_scores import token_text
 from worker.requests.receipts import RequestReceipt
+from worker.requests.refusals import empty_chunk
 from worker.requests.request import GenerationRequest
 from worker.requests.response import STOP_STRING, STOP_TOKEN, ResponseBuilder
 from worker.requests.rollout import add_match
@@ -227,6 +228,13 @@ class ServedRequest:
         elif not chunk["token_ids"] and "engine_data" not in chunk:
             return None
         return chunk
+
+    def checked(self) -> dict[str, Any]:
+        """The only chunk of a request for which nothing is computed: no tokens and times count."""
+        self._builder = None
+        self.entry.finish_reason = "stop"
+        self._reports.metrics.count_outcome("stop")
+        return empty_chunk()
 
     def end(self) -> None:
         """The stream has ended without an error."""

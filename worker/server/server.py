@@ -38,7 +38,7 @@ from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.client import client_of
 from worker.requests.deadline import until
 from worker.requests.receipts import digest_of_model
-from worker.requests.refusals import ONLY_CHECKED, asks, empty_chunk
+from worker.requests.refusals import ONLY_CHECKED, asks
 from worker.server.adapters import ServedAdapters
 from worker.server.engine_port import EnginePort, open_engine_port
 from worker.server.interruptible import Aborted, InPreparation, call_in
@@ -117,6 +117,8 @@ class RequestServer:
             if self._boundaries is not None:
                 await self._boundaries.open()
                 self.metrics.watch(self._boundaries)
+            if self._num_signals:  # before there was anything that could be stopped
+                raise StartupError("told to stop before the model was loaded")
             digest = digest_of_model(self.arguments)
             info = await self.engine.start()
             preparation = await Preparation.load(
@@ -184,8 +186,7 @@ class RequestServer:
         try:
             async with contextlib.aclosing(await self._begin(served, request, metadata, choice, trace or {})) as deltas:
                 if asks(request, ONLY_CHECKED):
-                    served.entry.finish_reason = "stop"
-                    yield empty_chunk()
+                    yield served.checked()
                     served.end()
                     return
                 async for delta in deltas:
@@ -236,7 +237,8 @@ class RequestServer:
         try:
             with self._preparing.holding(request_id, served.preparing), served.preparing.until(deadline):
                 request = await served.read_record(self._boundaries)
-                kv = self.disaggregation.kv_of(request, selection)
+                if not asks(raw, ONLY_CHECKED):  # for which no prompt is computed anywhere
+                    kv = self.disaggregation.kv_of(request, selection)
                 hints = RequestHints(trace, request.priority, client_of(metadata), request.dp_rank, request.session_id)
                 choice += selection.choice
                 engine_request = preparation.without_chain(request_id, request, selection, choice, kv, hints)

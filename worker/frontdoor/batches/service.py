@@ -8,10 +8,10 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from worker.frontdoor.batches.multipart import boundary_of, read_form
 from worker.frontdoor.batches.objects import INPUT, Page, StoredBatch, StoredFile
@@ -24,6 +24,8 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.uploads import Upload, Uploads, no_room
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DELETED_EVERY_S = 600.0
 """Seconds between two looks for what has expired."""
@@ -71,6 +73,7 @@ class BatchService:
         self.uploads = make_uploads(self._store.files.incoming)
         self._runner = Runner(self._store, ask, models, limits.concurrency, limits.body)
         self._deleting: asyncio.Task[None] | None = None
+        self._changes: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Go on with the batches that have not ended."""
@@ -86,6 +89,7 @@ class BatchService:
         """End; the batches that have not ended go on when the directory is used again."""
         if self._deleting is not None:
             self._deleting.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
         await self.stop()
         await self._store.close()
 
@@ -101,7 +105,12 @@ class BatchService:
             Refused: 400, 413 or 415, the upload is malformed or too large; 507, the disk is full.
         """
         with _errors_of_the_disk():
-            content, filename, lifetime_s = await asyncio.to_thread(_content, upload.path, content_type)
+            copying = asyncio.create_task(asyncio.to_thread(_content, upload.path, content_type))
+            try:
+                content, filename, lifetime_s = await asyncio.shield(copying)
+            except asyncio.CancelledError:  # the client has gone; the thread goes on
+                copying.add_done_callback(_discard)
+                raise
             try:
                 if content.stat().st_size > self._limits.file:
                     raise Refused(413, f"file: has more than {self._limits.file} bytes", "file")
@@ -148,10 +157,14 @@ class BatchService:
             Refused: 404, there is no such file; 429, the client has too many; 507, the disk is
                 full.
         """
-        with _errors_of_the_disk():
+
+        async def begun() -> StoredBatch:
             batch = await self._store.do(self._store.store.add_batch, owner, new)
-        self._runner.begin(batch)
-        return batch
+            self._runner.begin(batch)
+            return batch
+
+        with _errors_of_the_disk():
+            return await self._whole(begun())
 
     async def batches(self, owner: str, listing: Listing) -> Page[StoredBatch]:
         """A part of the batches of a client. Raises `Refused` (400)."""
@@ -165,10 +178,23 @@ class BatchService:
 
     async def cancel_batch(self, owner: str, batch_id: str) -> StoredBatch:
         """End a batch of a client early. Raises `Refused` (404, or 400 if it has ended)."""
-        with _errors_of_the_disk():
+
+        async def stopped() -> StoredBatch:
             batch = await self._store.do(self._store.batches.cancel, owner, batch_id)
-        self._runner.stop(batch_id)
-        return batch
+            self._runner.stop(batch_id)
+            return batch
+
+        with _errors_of_the_disk():
+            return await self._whole(stopped())
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """The result of a change that is made to its end, though its client may leave meanwhile:
+        what the store has, the runner has to know.
+        """
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
 
 async def _delete_old(store: StoreThread) -> None:
@@ -197,6 +223,13 @@ def _content(body: Path, content_type: bytes) -> tuple[Path, str, int]:
         content.unlink(missing_ok=True)
         raise
     return content, file.filename, lifetime_s
+
+
+def _discard(copying: asyncio.Task[tuple[Path, str, int]]) -> None:
+    """Delete the copy that nobody waits for any more."""
+    if not copying.cancelled() and copying.exception() is None:
+        with contextlib.suppress(OSError):
+            copying.result()[0].unlink(missing_ok=True)
 
 
 def unreadable(error: Exception) -> Refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -58,18 +59,25 @@ class StoredFiles:
         size = content.stat().st_size
         now = int(self._now())
         file_id = f"file-{secrets.token_hex(12)}"
-        with self._database.transaction() as connection:
-            if purpose == INPUT and self.num_bytes() + max(size, SMALLEST) > self._capacity:
-                problem = f"all files together have more than {self._capacity} bytes; delete files that are not needed"
-                raise Refused(413, problem, "file", code="storage_full")
-            added = connection.execute(
-                "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING *",
-                (file_id, owner, filename, purpose, size, now, now + lifetime_s),
-            ).fetchone()
-            _sync(content)
-            os.replace(content, self.path(file_id))
-            _sync(self._directory)
+        try:
+            with self._database.transaction() as connection:
+                if purpose == INPUT and self.num_bytes() + max(size, SMALLEST) > self._capacity:
+                    problem = (
+                        f"all files together have more than {self._capacity} bytes; delete files that are not needed"
+                    )
+                    raise Refused(413, problem, "file", code="storage_full")
+                added = connection.execute(
+                    "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING *",
+                    (file_id, owner, filename, purpose, size, now, now + lifetime_s),
+                ).fetchone()
+                _sync(content)
+                os.replace(content, self.path(file_id))
+                _sync(self._directory)
+        except BaseException:  # on a full disk the row mostly, which is written last: nobody would delete the content
+            with contextlib.suppress(OSError):
+                self.path(file_id).unlink(missing_ok=True)
+            raise
         return file_of(added)
 
     def get(self, owner: str, file_id: str, *, field: str = "id") -> StoredFile:

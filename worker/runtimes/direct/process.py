@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from abc import ABC, abstractmethod
 
@@ -47,6 +48,9 @@ def run(worker: DirectWorker) -> None:
     """Serve until SIGTERM or SIGINT. Raises whatever kept the worker from starting."""
     import uvloop
 
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    for name in ("worker", "adapters"):  # whose lines say what was chosen at the start, none of a request
+        logging.getLogger(name).setLevel(logging.INFO)
     uvloop.run(_serve(worker))
 
 

@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import re
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from worker.errors import StartupError
+from worker.migration.store import without_user
 from worker.runtimes.nats.wire import TolerantClient
+
+if TYPE_CHECKING:
+    from worker.arguments import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,20 @@ class ConnectionOptions:
     tls_key: str | None = None
     inbox_prefix: str = "_INBOX"
 
+    @classmethod
+    def of(cls, arguments: Arguments, inbox_prefix: str) -> ConnectionOptions:
+        """Options of a connection to the server of a worker, with its rights."""
+        return cls(
+            url=arguments.nats_url,
+            credentials=arguments.nats_credentials,
+            token=arguments.nats_token,
+            nkey_seed=arguments.nats_nkey_seed,
+            tls_ca=arguments.nats_tls_ca,
+            tls_cert=arguments.nats_tls_cert,
+            tls_key=arguments.nats_tls_key,
+            inbox_prefix=inbox_prefix,
+        )
+
     @property
     def servers(self) -> list[str]:
         return [one.strip() for one in self.url.split(",")]
@@ -63,7 +80,7 @@ class ConnectionOptions:
     @property
     def shown_url(self) -> str:
         """`url` without the user, password or token that it may have."""
-        return re.sub(r"(?<=//)[^/,]*@", "", self.url)
+        return without_user(self.url)
 
     def for_client(self) -> dict[str, Any]:
         """Keyword arguments of `nats.connect`.

@@ -7,7 +7,6 @@ import logging
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from worker.arguments import Arguments
 from worker.build import Built
 from worker.errors import StartupError
 from worker.migration.nats_store import INBOX
@@ -19,20 +18,6 @@ from worker.runtimes.nats.connection import ConnectionOptions, connect, disconne
 from worker.runtimes.nats.service import NatsService
 
 logger = logging.getLogger(__name__)
-
-
-def connection_options(arguments: Arguments) -> ConnectionOptions:
-    """Options of the connection, from the worker's."""
-    return ConnectionOptions(
-        url=arguments.nats_url,
-        credentials=arguments.nats_credentials,
-        token=arguments.nats_token,
-        nkey_seed=arguments.nats_nkey_seed,
-        tls_ca=arguments.nats_tls_ca,
-        tls_cert=arguments.nats_tls_cert,
-        tls_key=arguments.nats_tls_key,
-        inbox_prefix=INBOX,
-    )
 
 
 class NatsWorker(DirectWorker):
@@ -56,7 +41,7 @@ class NatsWorker(DirectWorker):
             StartupError: the server does not let us in, or the model cannot be loaded.
         """
         client = self._client = await connect(
-            connection_options(self.arguments),
+            ConnectionOptions.of(self.arguments, INBOX),
             f"worker {self.arguments.served_model_name}",
             closed=self._connection_closed,
         )

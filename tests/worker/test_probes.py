@@ -1,0 +1,55 @@
+"""The port of metrics and health, before clients that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from ports import free_port
+from prometheus_client import CollectorRegistry
+
+from worker.runtimes.direct import probes
+from worker.runtimes.direct.probes import ProbeServer
+
+
+@pytest_asyncio.fixture
+async def port() -> AsyncIterator[int]:
+    port = free_port()
+    server = ProbeServer("127.0.0.1", port, CollectorRegistry(), lambda: None, lambda: None)
+    yield port
+    await server.close()
+
+
+def live(port: int) -> int:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{port}/live") as answer:
+        return int(answer.status)
+
+
+async def test_a_client_that_says_nothing_fills_no_log(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def wait() -> bytes:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /li")
+            return client.recv(1)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(probes._Handler, "timeout", 0.05)
+        assert await asyncio.to_thread(wait) == b""
+    assert await asyncio.to_thread(live, port) == 200
+    assert capfd.readouterr().err == ""
+
+
+async def test_a_client_that_breaks_off_fills_no_log(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def break_off() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /li")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    await asyncio.to_thread(break_off)
+    assert await asyncio.to_thread(live, port) == 200
+    assert capfd.readouterr().err == ""
