@@ -57,6 +57,7 @@ class Processor(ABC):
         wraps_third_party: Runs a third-party processor (`adapters.third_party`).
         scopes: The scopes that a request may give it.
         once: A request may name it only once with the same scope.
+        counts_down: Counts tokens down to `Context.max_tokens`: the answer's room must not be less.
     """
 
     name: ClassVar[str]
@@ -67,6 +68,7 @@ class Processor(ABC):
     wraps_third_party: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     once: ClassVar[bool] = False
+    counts_down: ClassVar[bool] = False
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
