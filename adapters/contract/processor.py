@@ -143,6 +143,11 @@ class Processor(ABC):
         return len(self._tokens) - self._prompt_length
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether `catch_up` will reset the state and replay, after a rewind that nobody undid."""
+        return self._consumed < 0
+
+    @property
     def is_too_short(self) -> bool:
         """Whether the answer must not end here, at a stop string either (minimum lengths)."""
         return False
