@@ -305,7 +305,8 @@ class ProcessorChain:
         found: list[tuple[Member, RowPlan]] = []
         for member in self._active_members():
             try:
-                act = member.act_of(member.step(), self._num_tokens)
+                edit = member.step() if self._scope is None else self._scope.step(member)
+                act = member.act_of(edit, self._num_tokens)
             except BaseException as error:  # the processor boundary: third-party code
                 raise self.failures.raised(member, error) from error
             acts = [] if act is None else [act]
