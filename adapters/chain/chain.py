@@ -361,7 +361,9 @@ class ProcessorChain:
                 try:
                     member.processor.catch_up()
                     found = member.processor.foresee(limit)
-                except Exception:  # the processor boundary: the next plan shows what is wrong
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:  # the processor boundary: the next plan shows what is wrong
                     return ()
                 if found:
                     return found
