@@ -141,12 +141,14 @@ def apply_late(
     return failures
 
 
-def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
+def apply_chain(chain: ProcessorChain, row: torch.Tensor, never_ids: Sequence[int] = ()) -> bool:
     """Apply one chain, forcing included, to one row in place: the dense form for TensorRT-LLM.
 
     Args:
         chain: Chain at the position of the row.
         row: float ``[V]``, edited in place.
+        never_ids: Ids that are no token, masked in the row: what a processor writes there is ruled
+            out before the temperature, and before a draw, as in `apply_late`.
 
     Returns:
         True if the row must be checked: masks or shaping processors may have left NaN, or no token.
@@ -154,10 +156,10 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor) -> bool:
     Raises:
         ProcessorFailed: as `ProcessorChain.plan`, or a processor failed on the logits.
     """
-    return apply_plan(chain, chain.plan(), row)
+    return apply_plan(chain, chain.plan(), row, never_ids)
 
 
-def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
+def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor, never_ids: Sequence[int] = ()) -> bool:
     """Apply a plan that was made before; else as `apply_chain`."""
     if plan.is_empty:
         return False
@@ -169,9 +171,15 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor) -> bool:
         return False
     work = row.unsqueeze(0) if row.dtype == torch.float32 else row.float().unsqueeze(0)
     planned = [(0, chain, plan)]
-    for apply in (apply_edits, apply_late):
-        for failure in apply(work, planned).values():
-            raise failure
+    never = list(never_ids)
+
+    def mask_never() -> None:
+        work[:, never] = -torch.inf
+
+    for failure in apply_edits(work, planned).values():
+        raise failure
+    for failure in apply_late(work, planned, mask_never if never else None).values():
+        raise failure
     if row.dtype != torch.float32:
         row.copy_(work[0])
     return chain.has_shaping or plan.masks
@@ -209,7 +217,13 @@ def replay(
         replay_token(chain, token_id, row, sample)
 
 
-def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample: Sample | None = None) -> None:
+def replay_token(
+    chain: ProcessorChain,
+    token_id: int,
+    row: torch.Tensor,
+    sample: Sample | None = None,
+    never_ids: Sequence[int] = (),
+) -> None:
     """Apply a chain to the logits of its position, and take the token that was sampled from them.
 
     Tokens that were ruled out there are part of what its processors saw then, and are found again:
@@ -222,12 +236,13 @@ def replay_token(chain: ProcessorChain, token_id: int, row: torch.Tensor, sample
         token_id: Token of the earlier run.
         row: float32 ``[V]``, overwritten.
         sample: Sampler of the earlier run; needed where the chain backtracks.
+        never_ids: Ids that are no token; see `apply_chain`.
 
     Raises:
         ProcessorFailed, ValueError: as `replay`.
     """
     if not chain.backtracks:
-        apply_chain(chain, row)
+        apply_chain(chain, row, never_ids)
     elif sample is None:
         raise ValueError("a chain that backtracks can be replayed only by drawing its tokens again")
     else:

@@ -263,6 +263,8 @@ class ProcessorChain:
             act = member.act
             try:
                 if position >= member.same_until:
+                    if member.is_third_party and member.processor.begins_anew:
+                        member.processor.catch_up()  # with the whole history: a budget is for a step
                     times = 1 if member.is_third_party else weight
                     began = thread_time() if times else 0.0
                     edit = member.step() if scope is None else scope.step(member)
@@ -303,7 +305,8 @@ class ProcessorChain:
         found: list[tuple[Member, RowPlan]] = []
         for member in self._active_members():
             try:
-                act = member.act_of(member.step(), self._num_tokens)
+                edit = member.step() if self._scope is None else self._scope.step(member)
+                act = member.act_of(edit, self._num_tokens)
             except BaseException as error:  # the processor boundary: third-party code
                 raise self.failures.raised(member, error) from error
             acts = [] if act is None else [act]
@@ -358,7 +361,9 @@ class ProcessorChain:
                 try:
                     member.processor.catch_up()
                     found = member.processor.foresee(limit)
-                except Exception:  # the processor boundary: the next plan shows what is wrong
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:  # the processor boundary: the next plan shows what is wrong
                     return ()
                 if found:
                     return found

@@ -56,7 +56,9 @@ class ScopedView:
         derived = self.processor._derived
         try:
             kept = copy.deepcopy(self.processor, {id(derived): derived})
-        except Exception:  # the processor boundary: it is lost if it is ever rewound to here
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # the processor boundary: it is lost if it is ever rewound to here
             kept = None
         self.tag_copies.append(_TagCopy(len(self.counts) - 1, kept))
         for old in self.tag_copies[-NUM_KEPT_TAGS - 1 : -NUM_KEPT_TAGS]:

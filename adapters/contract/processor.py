@@ -57,6 +57,7 @@ class Processor(ABC):
         wraps_third_party: Runs a third-party processor (`adapters.third_party`).
         scopes: The scopes that a request may give it.
         once: A request may name it only once with the same scope.
+        counts_down: Counts tokens down to `Context.max_tokens`: the answer's room must not be less.
     """
 
     name: ClassVar[str]
@@ -67,6 +68,7 @@ class Processor(ABC):
     wraps_third_party: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("all", "thinking", "answer")
     once: ClassVar[bool] = False
+    counts_down: ClassVar[bool] = False
     Args: ClassVar[type[ProcessorArgs]] = ProcessorArgs
 
     num_outside: int
@@ -139,6 +141,11 @@ class Processor(ABC):
     def num_generated(self) -> int:
         """Generated tokens so far."""
         return len(self._tokens) - self._prompt_length
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether `catch_up` will reset the state and replay, after a rewind that nobody undid."""
+        return self._consumed < 0
 
     @property
     def is_too_short(self) -> bool:

@@ -31,7 +31,8 @@ def scale(logits: torch.Tensor, temperature: PerRow) -> torch.Tensor:
     Raises:
         ValueError: a quotient is beyond the range of the dtype.
     """
-    scaled = logits / temperature.column(logits)
+    highest = torch.finfo(logits.dtype).max  # a higher one would be infinite here, and -inf / inf is NaN
+    scaled = logits / temperature.column(logits).clamp_(max=highest)
     if min(temperature.values, default=1.0) < 1.0:
         check_highest(scaled, TensorType.LOGITS)
     return scaled

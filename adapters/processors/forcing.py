@@ -162,6 +162,7 @@ class ForceLastPhrase(SteeringProcessor):
     stage = Stage.FORCE
     reads = Reads.GENERATED
     scopes = ("all", "answer")
+    counts_down = True
 
     class Args(ProcessorArgs):
         text: Text = Field(description="The last words of the answer, exactly.")

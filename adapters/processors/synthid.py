@@ -139,9 +139,9 @@ def detect_synthid(
     Raises:
         ValueError: an id is outside the vocabulary, or the key, context or depth is out of bounds.
     """
-    keys = round_keys(checked_key(key), depth)
     if not 1 <= context <= MAX_CONTEXT or not 1 <= depth <= MAX_DEPTH:
         raise ValueError(f"context and depth must be 1 to {MAX_CONTEXT} and 1 to {MAX_DEPTH}, got {context}, {depth}")
+    keys = round_keys(checked_key(key), depth)
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"token ids must be between 0 and {vocab_size - 1}, got {token_id}")

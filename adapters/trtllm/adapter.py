@@ -127,7 +127,9 @@ class TrtllmAdapter:
         self.__dict__.update(state)
         try:
             self.__dict__.update(pickle.loads(packed))
-        except Exception as error:  # the callback boundary: third-party code
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the callback boundary: third-party code, which may exit or panic
             self._unusable = f"cannot be loaded in the engine's process ({type(error).__name__})"
 
     @abstractmethod
@@ -211,7 +213,9 @@ class DynamoAdapter(TrtllmAdapter):
         position = len(token_ids)
         try:
             self.processor(token_ids, row)
-        except Exception as error:  # the callback boundary: third-party code
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the callback boundary: third-party code, which may exit or panic
             message = f"raised {type(error).__name__} at position {position}"
             return Failure(str(req_id), self.name, "raised", message, position)
         problem = row_problem(row)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from adapters.chain import ProcessorFailed
-from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract import (
+    ALWAYS,
+    Ban,
+    Edit,
+    Processor,
+    ProcessorArgs,
+    Reads,
+    ShapingProcessor,
+    Stage,
+    SteeringProcessor,
+)
 from adapters.third_party import ThirdPartyShaping
 from adapters.trtllm.adapter import Failure
 
@@ -16,7 +26,7 @@ class EmbeddingBias(ShapingProcessor):
     """Adds TensorRT-LLM's ``embedding_bias``, a dense bias over the whole vocabulary.
 
     Args:
-        bias: float32 ``[V]``, finite or -inf, on the device of the logits.
+        bias: float32 ``[V]``, finite or -inf.
     """
 
     name = "embedding_bias"
@@ -27,8 +37,34 @@ class EmbeddingBias(ShapingProcessor):
     def __init__(self, bias: torch.Tensor) -> None:
         self._bias = bias
 
+    @classmethod
+    def members(cls, bias: torch.Tensor) -> list[Processor]:
+        """The bias and, where it is -inf, a mask: another processor must not force such a token."""
+        ruled_out = (bias == -torch.inf).nonzero()[:, 0].tolist()
+        return [cls(bias), EmbeddingMask(ruled_out)] if ruled_out else [cls(bias)]
+
     def shape(self, logits: torch.Tensor) -> None:
+        if self._bias.device != logits.device:
+            self._bias = self._bias.to(logits.device)  # known from the first row on, in the engine's process
         logits.add_(self._bias)
+
+
+class EmbeddingMask(SteeringProcessor):
+    """Masks the tokens whose entry of ``embedding_bias`` is -inf."""
+
+    name = EmbeddingBias.name
+    stage = Stage.MASK
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ban = Ban.of(token_ids)
+
+    def edit(self) -> Edit | None:
+        return self._ban
+
+    def same_until(self) -> int:
+        return ALWAYS
 
 
 class ThirdPartyCallable(ThirdPartyShaping):

@@ -182,6 +182,7 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
         problem = f"{chain.companion.name} needs a second row of logits, and vLLM computes one"
         raise SelectionError("processors", f"{problem}; use this project's embedded engine")
     penalties = [requested for each in _PENALTIES if (requested := each.requested(params)) is not None]
+    _refuse_twice(chain, penalties)
     if model.facts.penalises_first:
         _refuse_penalties_before(chain, penalties)
     draws = _draws(chain, params, penalties, model)
@@ -197,14 +198,20 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
     return chain, draws
 
 
+def _refuse_twice(chain: ProcessorChain, penalties: Sequence[Requested]) -> None:
+    names = {member.name for member in chain.members}
+    for penalty in penalties:
+        if penalty.name in names:
+            problem = f"is set, and the processor {penalty.name} is named too; give one of them"
+            raise SelectionError(penalty.path, problem)
+
+
 def _refuse_penalties_before(chain: ProcessorChain, penalties: Sequence[Requested]) -> None:
-    """Refuse penalties that V2 applies before processors, where the law has them after, or once."""
+    """Refuse penalties that V2 applies before processors, where the law has them after."""
     for penalty in penalties:
         for member in chain.members:
-            if member.stage < Stage.PENALTY or member.name == penalty.name:
+            if member.stage < Stage.PENALTY:
                 problem = f"vLLM applies it before the processor {member.name}; give it as a processor too"
-                if member.name == penalty.name:
-                    problem = f"is set, and the processor {penalty.name} is named too; give one of them"
                 raise SelectionError(penalty.path, problem)
 
 
@@ -299,5 +306,10 @@ def _refuse_other_masters(selection: Selection, params: Params) -> None:
 
 
 def _ends(params: Params, model: ServedModel) -> frozenset[int]:
-    ends = frozenset() if params.ignore_eos else model.context.vocabulary.eos_token_ids
+    vocabulary = model.context.vocabulary
+    for token_id in params.stop_token_ids or ():  # vLLM takes any number, and processors write to their logits
+        if not 0 <= token_id < vocabulary.size:
+            expected = f"expected token ids between 0 and {vocabulary.size - 1}"
+            raise SelectionError("stop_token_ids", f"{expected}, got {token_id}")
+    ends = frozenset() if params.ignore_eos else vocabulary.eos_token_ids
     return ends | frozenset(params.stop_token_ids or ())

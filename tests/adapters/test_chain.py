@@ -258,6 +258,22 @@ def test_what_cannot_be_satisfied_is_said_and_never_sampled(processors, names) -
     assert str(made.failure) == str(caught.value)
 
 
+def test_a_dense_bias_of_minus_infinity_is_a_mask() -> None:
+    bias = torch.ones(VOCAB)
+    bias[[4, 9]] = -torch.inf
+    assert allowed(chain(*EmbeddingBias.members(bias))) == {*range(VOCAB)} - {4, 9}
+    assert run(chain(*EmbeddingBias.members(bias), Forces(5))) == 5
+    with pytest.raises(ProcessorFailed, match="forces: forces token 4, which another processor forbids"):
+        run(chain(*EmbeddingBias.members(bias), Forces(4)))
+    assert len(EmbeddingBias.members(torch.ones(VOCAB))) == 1
+
+
+def test_a_dense_bias_is_where_the_logits_are() -> None:
+    processor = EmbeddingBias(torch.ones(VOCAB))
+    processor.shape(torch.zeros(VOCAB, device="meta"))
+    assert processor._bias.device.type == "meta"
+
+
 def test_two_processors_may_force_the_same_token() -> None:
     assert run(chain(Forces(5), Forces(5))) == 5
 
@@ -465,6 +481,33 @@ def test_a_forced_token_of_the_answer_permits_the_opening_tag() -> None:
     assert run(chain(Forces(10, 11), scopes=["answer"], prompt=[1, THINK, ANSWER])) == 10
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["allows", "bans", "forces", "no_repeat", "adds"]), min_size=1, max_size=3),
+    scopes=st.lists(st.sampled_from(["all", "thinking", "answer"]), min_size=3, max_size=3),
+    stream=histories,
+)
+def test_member_by_member_a_plan_is_the_plan(kinds, scopes, stream) -> None:
+    made_of = {
+        "allows": lambda: Allows(*range(4, 30)),
+        "bans": lambda: Bans(THINK, 5),
+        "forces": lambda: Forces(4, 5),
+        "no_repeat": NoRepeat,
+        "adds": Adds,
+    }
+    made = chain(*(made_of[kind]() for kind in kinds), scopes=scopes[: len(kinds)], prompt=[1])
+    for token in [*thinks(stream), 6]:
+        try:
+            whole = made.plan()
+        except ProcessorFailed:
+            pass  # only the whole says that members contradict each other
+        else:
+            parts = [plan for _, plan in made.plan_each()]
+            for each in range(VOCAB):
+                assert whole.permits(each) == all(plan.permits(each) for plan in parts), each
+        made.accept(token, made.position)
+
+
 @pytest.mark.parametrize(
     ("processor", "scope", "is_held"),
     [
@@ -595,6 +638,32 @@ def test_a_third_party_processor_over_budget_fails_its_request(monkeypatch) -> N
     with pytest.raises(ProcessorFailed, match=r"took 200 ms of CPU time for one step, the budget is 100 ms") as caught:
         chain(Adds(), step_budget_s=0.1).plan()
     assert caught.value.reason == "budget"
+
+
+@pytest.mark.parametrize("cheap", [False, True])
+def test_a_replay_after_a_rewind_is_no_step_of_the_budget(monkeypatch, cheap) -> None:
+    """Each token that the processor takes costs a second, as in a step of its own."""
+
+    class Slow(NoRepeat):
+        def advance(self, token_id, index):
+            super().advance(token_id, index)
+            clock.append(clock[-1] + 1.0)
+
+    clock = [0.0]
+    monkeypatch.setattr("adapters.chain.chain.thread_time", lambda: clock[-1])
+    made = chain(Slow(cheap), step_budget_s=1.5)
+    for token in (4, 5, 6, 7):
+        made.plan()
+        made.accept(token, made.position)
+    made.plan()
+    made.rewind(made.position - 1)
+    made.accept(8, made.position)
+    made.plan()
+    assert allowed(made) == {*range(VOCAB)} - {4, 5, 6, 8}
+    made.accept(9, made.position)
+    made.accept(10, made.position)
+    with pytest.raises(ProcessorFailed, match="took 2000 ms of CPU time for one step"):
+        made.plan()
 
 
 @pytest.mark.parametrize("module", ["chain", "batch"])

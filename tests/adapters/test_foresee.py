@@ -10,6 +10,7 @@ import pytest
 from adapters.catalog import Catalog, parse_selection
 from adapters.chain import ProcessorChain
 from adapters.contract import Context, Edit, Force, Reads, Stage, SteeringProcessor
+from adapters.processors.multiple_choice import MultipleChoice
 from adapters.testing.kit_model import kit_context
 
 CATALOG = Catalog.default()
@@ -109,3 +110,14 @@ def test_a_scope_that_is_not_reached_foresees_nothing() -> None:
     assert list(chain.foresee(4)) == []
     follow(chain, list(kit_context().think_start))
     assert list(chain.foresee(4)) == encode("Yes, the fox")[:4]
+
+
+def test_a_panic_while_foreseeing_foresees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panics(self: MultipleChoice, limit: int) -> list[int]:
+        raise BaseException  # as a panic in Rust
+
+    chain = chain_of({"name": "multiple_choice", "args": {"choices": ["The quick brown fox", "no"]}})
+    monkeypatch.setattr(MultipleChoice, "foresee", panics)
+    assert chain.foresees
+    assert chain.foresee(8) == ()
+    assert chain.plan().acts

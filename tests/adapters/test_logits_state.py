@@ -163,6 +163,25 @@ def test_a_rewind_into_a_tag_completed_long_ago_fails() -> None:
         follow(chain, [3])
 
 
+class ExitsWhenCopied(Mirostat):
+    """A third party's, whose copy cannot be made."""
+
+    name = "exits_when_copied"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise SystemExit(3)
+
+
+def test_a_copy_that_exits_is_lost_and_nothing_else() -> None:
+    processor = ExitsWhenCopied(Mirostat.Args(tau=6.0, eta=0.7), CONTEXT)
+    chain = ProcessorChain([processor], CONTEXT, scopes=["thinking"])
+    chain.start(PROMPT)
+    follow(chain, [*THINK, 3, *ANSWER, 5])
+    chain.rewind(len(PROMPT) + len(THINK) + 3)
+    with pytest.raises(ProcessorFailed, match="the state inside a tag"):
+        follow(chain, [3])
+
+
 class SumsLogits(ShapingProcessor):
     """State of logits, which it cannot bring back."""
 

@@ -115,8 +115,24 @@ def wrong_shape(_, logits):
     logits += torch.zeros(VOCAB + 1)
 
 
+def exits(_, logits):
+    logits[0] = 99.0
+    sys.exit(3)
+
+
+class Panic(BaseException):
+    """As a panic in Rust comes to Python."""
+
+
+def panics(_, logits):
+    logits[0] = 99.0
+    raise Panic
+
+
 FAULTS = [
     (raises, "raised"),
+    (exits, "raised"),
+    (panics, "raised"),
     (leaves_nan, "nan"),
     (leaves_infinity, "infinite"),
     (leaves_nothing, "empty"),
@@ -269,6 +285,15 @@ def test_a_chain_reports_steps_with_logprobs_before_any_edit() -> None:
     (step,) = steps
     assert step.logprobs == ((14, expected[14], 2), (15, expected[15], 1), (14, expected[14], 2))
     assert [kind for _, kind, _ in step.edits] == ["masked", "shaped"]
+
+
+def test_an_interrupt_is_not_the_processors() -> None:
+    def interrupted(_, logits):
+        raise KeyboardInterrupt
+
+    (adapter,) = create_trtllm_adapters([interrupted], end_id=END)
+    with pytest.raises(KeyboardInterrupt):
+        call(adapter, row())
 
 
 def test_a_processor_the_engine_process_cannot_load_fails_alone(monkeypatch) -> None:

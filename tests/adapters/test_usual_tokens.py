@@ -18,6 +18,7 @@ from adapters.chain import ProcessorChain, apply_chain
 from adapters.contract import Reads, ShapingProcessor, Stage
 from adapters.grammars import forced_text
 from adapters.testing.kit_model import kit_context
+from adapters.trtllm.native_controls import EmbeddingBias
 
 CATALOG = Catalog.default()
 FORCED_ID = forced_text._FORCED_ID
@@ -112,6 +113,25 @@ def test_another_processor_may_forbid_the_usual_token(seed: int, banned: set[int
     tokens, _ = answer(chain, random.Random(seed))
     assert not banned & set(tokens[:-1])
     assert list(json.loads(kit_context().vocabulary.decode(tokens[:-1]))) == KEYS
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_dense_bias_may_rule_out_the_usual_token(seed: int) -> None:
+    tokens, forced = answer(chain_of(BY_SCHEMA), random.Random(seed))
+    num_others = 0
+    for at, usual in enumerate(forced):
+        any_tokens, chain = chain_of(BY_SCHEMA, alone=False), chain_of(BY_SCHEMA)
+        any_tokens.start(PROMPT, tokens[:at])
+        others = [each for each in range(380) if each != usual and any_tokens.plan().permits(each)]
+        if usual is None or not others:
+            continue
+        bias = torch.zeros(kit_context().vocabulary.size)
+        bias[usual] = -torch.inf
+        chain.start(PROMPT, tokens[:at])
+        chain.add(EmbeddingBias.members(bias))
+        assert not chain.plan().permits(usual)
+        num_others += 1
+    assert num_others > 3
 
 
 def test_near_its_end_a_token_may_reach_beyond_the_forced_text() -> None:

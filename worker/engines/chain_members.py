@@ -28,7 +28,7 @@ def other_members(params: SamplingParams, number: int, vocab_size: int) -> list[
         InvalidRequest: the bias is none.
     """
     bias = dense_bias(params, vocab_size)
-    dense: list[Processor] = [] if bias is None else [EmbeddingBias(bias)]
+    dense = [] if bias is None else EmbeddingBias.members(bias)
     return [*dense, *(ThirdPartyCallable(each, number) for each in params.logits_processors)]
 
 

@@ -91,7 +91,7 @@ class DecisionTap:
         row, token_id, ruled_out_by = logits.to("cpu", torch.float32, copy=True), self._tokens[position], None
         row[self._never] = -torch.inf
         for member, plan in self._chain.plan_each():
-            apply_plan(self._chain, plan, row)
+            apply_plan(self._chain, plan, row, self._never)
             if ruled_out_by is None and not plan.permits(token_id):
                 ruled_out_by = member.name
         self.decisions.append(Decision(position, token_id, int(row.argmax()), ruled_out_by))

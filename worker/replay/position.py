@@ -127,7 +127,7 @@ class PositionTap:
         if self._wanted is None or position in self._wanted:
             self.positions.append(Position(position, list(self._look(chain, row))))
         elif chain is not None and chain.observes_logits:
-            apply_chain(chain, row)
+            apply_chain(chain, row, self._never)
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Note which token the last position took, once it is among the answer's `token_ids`."""
@@ -148,7 +148,7 @@ class PositionTap:
         if chain is not None:
             try:
                 for member, plan in chain.plan_each():
-                    apply_plan(chain, plan, row)
+                    apply_plan(chain, plan, row, self._never)
                     row[self._never] = -torch.inf
                     yield self._stage(member.name, row)
             except ProcessorFailed as failure:

@@ -348,6 +348,13 @@ def test_a_quotient_out_of_range() -> None:
             pipe(x, temperature=0.5)
 
 
+@pytest.mark.parametrize("temperature", [1e39, torch.tensor([1e300], dtype=torch.float64)])
+def test_a_temperature_beyond_float32_leaves_masks(temperature: Any) -> None:
+    x = torch.tensor([[3.0, -torch.inf, -2.0]])
+    assert LogitsPipe([Temperature(), Softmax()])(x, temperature=temperature).tolist() == [[0.5, 0.0, 0.5]]
+    assert LogitsPipe([Temperature()])(x, temperature=temperature)[0, 1] == -torch.inf
+
+
 @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(1, 2, 4), torch.zeros(2, 4, dtype=torch.int64)])
 def test_tensors_that_are_no_rows(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected a floating-point tensor \\[batch, vocabulary\\], got"):

@@ -134,6 +134,12 @@ def test_detection_has_bounds() -> None:
         detect_synthid([V], KEY, V)
 
 
+def test_a_depth_out_of_bounds_makes_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.processors.synthid.round_keys", lambda key, depth: pytest.fail(f"made {depth} keys"))
+    with pytest.raises(ValueError, match="context and depth"):
+        detect_synthid([1, 2, 3, 4, 5, 6], KEY, V, depth=10**12)
+
+
 def test_refused_arguments() -> None:
     with pytest.raises(ArgumentError, match="key_id: the operator has no watermark key"):
         SynthId(SynthId.Args(key_id="other"), Context(Vocabulary(V)))

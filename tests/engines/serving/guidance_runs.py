@@ -84,6 +84,7 @@ def request_of(
     *processors: dict[str, Any],
     generated: Sequence[int] = (),
     draft_model: DraftModel | None = None,
+    ends: Sequence[int] = (),
     **changes: Any,
 ) -> Request:
     fixed = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": 3, "logprobs": 1, "logprobs_mode": "processed"}
@@ -92,7 +93,7 @@ def request_of(
     builder = ChainBuilder(Catalog.default(), model_context(VOCABULARIES[0]))
     selection = Selection(tuple(Requested(one["name"], one["args"]) for one in processors))
     if processors:
-        asked = builder.prepare(asked, selection, builder.context(frozenset(), 3, NEW_TOKENS))
+        asked = builder.prepare(asked, selection, builder.context(frozenset(ends), 3, params.max_tokens))
     return admit(asked, 0, model, CONTEXT, draft_model=draft_model)
 
 

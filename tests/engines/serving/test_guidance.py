@@ -276,6 +276,17 @@ def test_the_answer_ends_where_either_sequence_fills_the_context(model: HfModel)
     assert len(answer) == 3
 
 
+def test_a_last_phrase_that_the_second_sequence_cuts_off(model: HfModel) -> None:
+    guided = cfg(negative_token_ids=[7] * (CONTEXT - 9))
+    phrase = {"name": "force_last_phrase", "args": {"text": "ab"}}
+    problem = "force_last_phrase counts on an answer of 24 tokens, and beside cfg, .* at most 9; lower max_tokens"
+    with pytest.raises(InvalidRequest, match=problem):
+        request_of(model, "one", PROMPT, guided, phrase, ends=[2])
+    request = request_of(model, "one", PROMPT, guided, phrase, ends=[2], max_tokens=9)
+    (answer,) = decode(stepper_of(model), [request])
+    assert VOCABULARIES[0].decode([token for token, _ in answer][:-1]).endswith("ab")
+
+
 def test_a_text_is_tokenised_as_a_prompt_is(engine: Engine) -> None:
     text = "Guidance moves away from this."
     ids = list(engine.tokenizer.encode(text))

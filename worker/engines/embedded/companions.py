@@ -87,7 +87,7 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
     Raises:
         InvalidRequest: the companion does not fit into the context, its model is missing, or the
             chain needs a second companion, or has a processor whose state would have to be rebuilt
-            from both rows; or its processor names no tokens.
+            from both rows, or one that counts on a longer answer; or its processor names no tokens.
     """
     chain = request.chain
     if chain is None or chain.companion is None:
@@ -109,6 +109,7 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         raise InvalidRequest(FIELD, f"{processor.name}: {problem}" + _and_answer(len(generated)))
     offset = request.prompt_length - len(begin)
     request.limit = min(request.limit, context_length + offset)
+    _check_counted(processor, chain, request.limit - request.prompt_length)
     processor.second_row = rows = CompanionRows(offset)
     return Request(
         id=request.id,
@@ -154,6 +155,16 @@ def _check_beside(processor: CompanionProcessor, chain: ProcessorChain) -> None:
     if stateful:
         problem = f"{processor.name} cannot be combined with {' and '.join(stateful)}, which follows the logits of "
         raise InvalidRequest(FIELD, problem + "earlier positions: after a migration only one row of each is known")
+
+
+def _check_counted(processor: CompanionProcessor, chain: ProcessorChain, most: int) -> None:
+    """Raises `InvalidRequest` if a member counts down to more tokens than the answer can have."""
+    counted = chain.context.max_tokens
+    names = [member.name for member in chain.members if member.processor.counts_down]
+    if names and counted is not None and most < counted:
+        problem = f"counts on an answer of {counted} tokens, and beside {processor.name}, whose second sequence must "
+        problem += f"fit into its context, it has at most {most}; lower max_tokens"
+        raise InvalidRequest(FIELD, f"{names[0]} {problem}")
 
 
 def _and_answer(num_generated: int) -> str:

@@ -84,7 +84,7 @@ class ChainReplay:
 
     def _replay(self, token_id: int, row: torch.Tensor) -> None:
         row[self._never] = -torch.inf
-        replay_token(self._chain, token_id, row, self._sample)
+        replay_token(self._chain, token_id, row, self._sample, self._never)
         self._earlier.tokens.append(token_id)
 
     @cached_property
