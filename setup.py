@@ -31,6 +31,7 @@ FLOAT32_ALONE = (
     "dequantised",
     "integer",
     "packing",
+    "process_memory",
     "quantised",
     "super_blocks",
     "weights",

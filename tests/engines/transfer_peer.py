@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker.engines.embedded.transfer.handle import KvHandle
@@ -33,6 +35,11 @@ def store(layout: KvLayout, num_pages: int, seed: int | None, device: str = "cpu
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * layout.layers)]
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(shape, generator=generator).to(device, dtype) for _ in range(2 * layout.layers)]
+
+
+def numbers(size: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Random bytes ``[size]``."""
+    return np.random.default_rng(seed).integers(256, size=size, dtype=np.uint8)
 
 
 class Peer:
@@ -121,6 +128,7 @@ class Served:
         self._granted: dict[int, KvHandle] = {}
         self._released: list[int] = []
         self._read: KvRead | None = None
+        self._memory = numbers(0, 0)
 
     def poll(self) -> None:
         """A prefill worker's step thread does so too."""
@@ -136,6 +144,11 @@ class Served:
         self._transport.revoke(self._granted.pop(token))
         for tensor in self._transport.tensors:
             tensor.fill_(-1)
+
+    def memory(self, size: int, seed: int) -> int:
+        """Address of so many bytes; `numbers` has them, too."""
+        self._memory = numbers(size, seed)
+        return int(self._memory.ctypes.data)
 
     def wait_release(self) -> int:
         while not self._released:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from transfer_peer import LAYOUT, NUM_PAGES, Peer, store
+from transfer_peer import LAYOUT, NUM_PAGES, Peer, numbers, store
 
 from worker.engines.embedded.transfer import host_copy
 from worker.engines.embedded.transfer import transport as transports
 from worker.engines.embedded.transfer.handle import KvHandle
-from worker.engines.embedded.transfer.host_copy import TRANSPORT, HostCopy, HostProcess
+from worker.engines.embedded.transfer.host_copy import TRANSPORT, HostProcess, copy_from
 from worker.engines.embedded.transfer.layout import Array
 from worker.engines.embedded.transfer.leases import RELEASE_OFFSET
 from worker.engines.embedded.transfer.nixl import TransferError
@@ -22,12 +24,27 @@ from worker.engines.embedded.transfer.transport import KvTransport
 
 PATIENCE_S = 60.0
 
+Pieces = npt.NDArray[np.int64]
+
+WAYS = [pytest.param("native", marks=pytest.mark.native), "none"]
+
+SIZE = 3 << 20
+"""Bytes of memory that another process fills with numbers of its own."""
+
 
 @pytest.fixture
 def transport() -> Iterator[KvTransport]:
     one = KvTransport(store(LAYOUT, NUM_PAGES, None), LAYOUT)
     yield one
     one.close()
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def read_page(peer: Peer, transport: KvTransport, handle: KvHandle) -> None:
@@ -46,24 +63,38 @@ def test_a_neighbour_is_read_without_a_connection(peer: Peer, transport: KvTrans
 
 
 def test_a_page_takes_one_call(peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, copy = peer.grant([1]), HostCopy._copy
-    sizes: list[int] = []
+    handle, sizes = peer.grant([1]), []
 
-    def counted(self: HostCopy, ours: Array, theirs: Array) -> None:
-        sizes.append(len(ours))
-        copy(self, ours, theirs)
+    def counted(number: int, ours: Array, theirs: Array, pieces: Pieces) -> None:
+        sizes.append((len(ours), len(pieces)))
+        copy_from(number, ours, theirs, pieces)
 
-    monkeypatch.setattr(HostCopy, "_copy", counted)
+    monkeypatch.setattr(transports, "copy_from", counted)
     read_page(peer, transport, handle)
-    assert sizes == [2 * LAYOUT.layers + 1], "its keys and values, then the fencing token"
+    assert sizes == [(2 * LAYOUT.layers, 1)]
 
 
-@pytest.mark.parametrize("most", [1, 4, 6])
-def test_more_pieces_than_a_call_takes(
-    peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch, most: int
+@pytest.mark.parametrize("kernels", WAYS)
+def test_any_pieces_of_any_tensors(
+    peer: Peer, kernels: str, three_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_copy, "MAX_PIECES", most)
-    read_page(peer, transport, peer.grant([1]))
+    """Their bytes, and nothing beside them: pieces that are large or many are shared by threads."""
+    if kernels == "none":
+        monkeypatch.setattr(host_copy, "unavailable", lambda dtype: "there is no compiler")
+        monkeypatch.setattr(host_copy, "MAX_PIECES", 5)
+    source, theirs, chooses = np.uint64(peer.ask("memory", SIZE, 5)), numbers(SIZE, 5), random.Random(0)
+    assert peer.process.pid is not None
+    for count in (1, 2, 7, 63, 64, 65, 200):
+        size = SIZE // 3 // count
+        ends = [chooses.sample(range(SIZE // 3 // size), count) for _ in range(2)]
+        pieces = np.array([[to * size, of * size, chooses.randint(1, size)] for to, of in zip(*ends, strict=True)])
+        ours, expected = np.zeros(SIZE, dtype=np.uint8), np.zeros(SIZE, dtype=np.uint8)
+        tensors = np.array([0, SIZE // 3, 2 * (SIZE // 3)], dtype=np.uint64)
+        for tensor in tensors.tolist():
+            for to, of, length in pieces.tolist():
+                expected[tensor + to : tensor + to + length] = theirs[tensor + of : tensor + of + length]
+        copy_from(peer.process.pid, tensors + np.uint64(ours.ctypes.data), tensors + source, pieces)
+        assert np.array_equal(ours, expected), count
 
 
 def test_nixl_reads_where_the_system_denies_it(
@@ -99,11 +130,24 @@ def test_a_process_without_the_token_is_not_written_to(transport: KvTransport) -
     assert transport.poll() == [handle.token]
 
 
-def test_memory_that_is_not_there_is_an_error(peer: Peer) -> None:
+@pytest.mark.parametrize("kernels", WAYS)
+def test_memory_that_is_not_there_is_an_error(peer: Peer, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels == "none":
+        monkeypatch.setattr(host_copy, "unavailable", lambda dtype: "there is no compiler")
     handle, ours = peer.grant([0]), np.zeros(4, dtype=np.int64)
     assert handle.process is not None
-    here = np.array([[ours.ctypes.data, 8, 0], [ours.ctypes.data + 8, 8, 0]], dtype=np.uint64)
-    for addresses, said in (((8, 8), "Bad address"), ((handle.token_address, 8), "8 of 16 bytes")):
-        there = np.array([[each, 8, 0] for each in addresses], dtype=np.uint64)
+    here, there = (np.array([each], dtype=np.uint64) for each in (ours.ctypes.data, handle.token_address))
+    word, nothing = [0, 0, 8], [8, 8 - handle.token_address, 8]
+    for pieces, said in (([nothing, word], "Bad address"), ([word, nothing], "some of it is not there")):
         with pytest.raises(TransferError, match=said):
-            HostCopy(handle.process.number, here, there).start()
+            copy_from(handle.process.number, here, there, np.array(pieces))
+    with pytest.raises(TransferError, match="No such process"):
+        copy_from(2**22 + 1, here, here, np.array([word]))
+
+
+def test_a_peer_that_dies_behind_its_last_piece(
+    peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV is not taken for KV whose lease had ended: nobody is there to tell."""
+    monkeypatch.setattr(transports, "read_word", lambda number, address: None)
+    assert transport.read(peer.grant([1]), [5], 0, LAYOUT.page_size).poll(PATIENCE_S) == "lost"

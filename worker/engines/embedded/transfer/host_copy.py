@@ -1,9 +1,9 @@
 """KV between two processes of one machine: the kernel copies from one's memory into the other's.
 
-One system call moves all pieces, one after the other, and nothing is connected before. NIXL's
-shared memory transport uses the same call, but each of its transfers costs as much again as the
-copy of a page of a small model. A process is known by its id and the namespace that the id belongs
-to; that it is still the one that was meant, a lease's fencing token says.
+The engine's threads move the pieces, and nothing is connected before. NIXL's shared memory
+transport uses the same system call, but each of its transfers costs as much again as the copy of a
+page of a small model, and one thread copies. A process is known by its id and the namespace that
+the id belongs to; that it is still the one that was meant, a lease's fencing token says.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from worker.engines.embedded.native import library, unavailable
 from worker.engines.embedded.transfer.layout import Array
 from worker.engines.embedded.transfer.leases import WORD_BYTES
 from worker.engines.embedded.transfer.nixl import TransferError
 
 MAX_PIECES = 1024
-"""Pieces that one system call takes (Linux's ``UIO_MAXIOV``)."""
+"""Most pieces of a system call (Linux's ``UIO_MAXIOV``)."""
 
 TRANSPORT = "UCX_TLS"
 """Environment variable of an operator who chooses NIXL's transport; nothing is copied past it."""
@@ -57,45 +59,46 @@ def this_process() -> HostProcess | None:
         return None
 
 
-class HostCopy:
-    """A read from a process of this machine, done when it has been started: piece by piece, in the
-    order of the descriptors.
+def copy_from(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.int64]) -> None:
+    """Copy pieces of tensors in another process's memory: with native kernels on all of torch's
+    threads, else on one.
 
     Args:
         number: Id of the other process.
-        ours: Descriptors ``[n, 3]`` of our side: address, size in bytes, and a device, which is not
-            looked at.
-        theirs: Descriptors of the other side, with the same sizes.
+        ours: Addresses ``[t]`` of our tensors, in uint64.
+        theirs: Those of the other process.
+        pieces: ``[n, 3]`` of every tensor, in bytes: offset in ours, offset in theirs, size.
+
+    Raises:
+        TransferError: the process is gone, or the memory is not its own.
     """
+    copy = _copy_on_threads if unavailable(torch.float32) is None else _copy_on_one
+    failure = copy(number, ours, theirs, pieces)
+    if failure:
+        reason = os.strerror(failure) if failure > 0 else "some of it is not there"
+        raise TransferError(f"memory of process {number} cannot be copied: {reason}")
 
-    def __init__(self, number: int, ours: Array, theirs: Array) -> None:
-        self._number = number
-        self._sides = [np.ascontiguousarray(side[:, :2]) for side in (ours, theirs)]
 
-    def start(self) -> str:
-        """Copy everything; returns ``DONE``.
+def _copy_on_threads(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.int64]) -> int:
+    """0, an errno, or -1 where a part is not there."""
+    kernels = library(torch.float32)
+    failure: int = kernels.copy_from_process(
+        *(number, _address(ours), _address(theirs), len(ours), _address(pieces), len(pieces), kernels.threads())
+    )
+    return failure
 
-        Raises:
-            TransferError: the process is gone, or the memory is not its own.
-        """
-        ours, theirs = self._sides
-        for first in range(0, len(ours), MAX_PIECES):
-            self._copy(ours[first : first + MAX_PIECES], theirs[first : first + MAX_PIECES])
-        return "DONE"
 
-    def state(self) -> str:
-        """``DONE``: nothing is ever under way."""
-        return "DONE"
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def _copy(self, ours: Array, theirs: Array) -> None:
-        wanted, count = int(ours[:, 1].sum()), len(ours)
-        copied = _calls()["READ"](self._number, _address(ours), count, _address(theirs), count, 0)
-        if copied != wanted:  # a part, where a piece in the middle is not the process's
-            reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {wanted} bytes"
-            raise TransferError(f"memory of process {self._number} cannot be copied: {reason}")
+def _copy_on_one(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.int64]) -> int:
+    """The same."""
+    offsets, sizes = pieces.astype(np.uint64), pieces[:, 2]
+    for first in range(0, len(pieces), MAX_PIECES):
+        part = slice(first, first + MAX_PIECES)
+        for bases in zip(ours, theirs, strict=True):
+            to, of = (np.stack([base + offsets[part, side], offsets[part, 2]], 1) for side, base in enumerate(bases))
+            copied = _calls()["READ"](number, _address(to), len(to), _address(of), len(to), 0)
+            if copied != sizes[part].sum():
+                return ctypes.get_errno() if copied < 0 else -1
+    return 0
 
 
 def may_copy(number: int, address: int) -> bool:

@@ -18,15 +18,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 
 from worker.engines.embedded.transfer.handle import KvHandle
 from worker.engines.embedded.transfer.host_copy import (
-    HostCopy,
     HostProcess,
+    copy_from,
     may_copy,
     read_word,
     this_process,
@@ -41,7 +41,7 @@ from worker.engines.embedded.transfer.leases import (
     ScratchWord,
     ScratchWords,
 )
-from worker.engines.embedded.transfer.nixl import NixlAgent, TransferError, memory_of
+from worker.engines.embedded.transfer.nixl import NixlAgent, NixlTransfer, TransferError, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +64,6 @@ RELEASE_TIMEOUT_S = 0.5
 State = Literal["busy", "done", "expired", "lost"]
 
 
-class Transfer(Protocol):
-    """One transfer, with NIXL or within this machine. Every method may raise `TransferError`."""
-
-    def start(self) -> str:
-        """Start it; returns its state."""
-
-    def state(self) -> str:
-        """``PROC`` while it is under way, ``DONE``, or ``ERR``."""
-
-    def release(self) -> None:
-        """Free or cancel it; if that raises, it may still write."""
-
-
 @dataclass(frozen=True, slots=True)
 class Release:
     """The release of a lease, on its way to the worker that granted it.
@@ -87,7 +74,7 @@ class Release:
         deadline: Time at which it is given up, by `time.monotonic`.
     """
 
-    transfer: Transfer
+    transfer: NixlTransfer
     word: ScratchWord
     deadline: float
 
@@ -104,7 +91,8 @@ class KvTransport:
     Attributes:
         tensors: The same.
         layout: The same.
-        memory: NIXL's name of the tensors' memory: ``DRAM`` or ``VRAM``.
+        bases: Their addresses.
+        memory: NIXL's name of their memory, ``DRAM`` or ``VRAM``, and `device_index` of its device.
         agent: The NIXL agent.
         scratch: Words for reads and releases.
 
@@ -115,9 +103,8 @@ class KvTransport:
     def __init__(self, tensors: Sequence[torch.Tensor], layout: KvLayout, devices: str = "lo") -> None:
         self.layout = layout
         self.tensors = list(tensors)
-        self.memory, self._device_index = memory_of(tensors[0].device)
-        self._bases = tuple(tensor.data_ptr() for tensor in tensors)
-        self._base_table = np.array(self._bases, dtype=np.uint64)
+        self.memory, self.device_index = memory_of(tensors[0].device)
+        self.bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
         words = torch.zeros(3 * MAX_LEASES, dtype=torch.int64)
         self._leases = LeaseTable(words[: 2 * MAX_LEASES])
         self.scratch = ScratchWords(words[2 * MAX_LEASES :])
@@ -144,8 +131,8 @@ class KvTransport:
             agent=self.agent.name,
             metadata=self.agent.metadata,
             memory=self.memory,
-            device=self._device_index,
-            bases=self._bases,
+            device=self.device_index,
+            bases=tuple(self.bases.tolist()),
             layout=self.layout,
             pages=tuple(pages),
             token_address=address,
@@ -168,29 +155,10 @@ class KvTransport:
         device = self.tensors[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a read is in no stream of torch's: kernels that write here must have ended
-        return KvRead(self, handle, pages, start, stop)
-
-    def describe(self, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> list[Array]:
-        """Descriptors ``[n, 3]`` of positions ``[start, stop)`` in our pages and the handle's."""
-        found = pieces(self.layout, pages, handle.pages, start, stop)
-        sides = (self._base_table, self._device_index), (handle.bases, handle.device)
-        return descriptors(found, sides, self.tensors[0].element_size())
-
-    def prepare(self, handle: KvHandle, tables: Sequence[Array], memories: tuple[str, str]) -> Transfer:
-        """A transfer from the memory of a handle's worker into ours, not started.
-
-        Args:
-            handle: A handle that the worker has given.
-            tables: Descriptors ``[n, 3]`` of our side and of the worker's.
-            memories: NIXL's name of the memory of either side.
-
-        Raises:
-            TransferError: there is no connection, or the memory is not registered.
-        """
         number = self.neighbour(handle)
         if number is not None:
-            return HostCopy(number, *tables)
-        return self.agent.prepare("READ", (handle.agent, handle.metadata), tables, memories)
+            return NeighbourRead(self, handle, number, pages, start, stop)
+        return NixlRead(self, handle, pages, start, stop)
 
     def neighbour(self, handle: KvHandle) -> int | None:
         """Process id of a handle's worker, if it is on this machine and we may copy from and into
@@ -261,18 +229,11 @@ class KvRead:
         seconds: Time from the start to the end, with all waiting.
     """
 
-    def __init__(self, transport: KvTransport, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:
+    def __init__(self, transport: KvTransport, handle: KvHandle) -> None:
         self._transport = transport
         self._handle = handle
-        self._ours, self._theirs = transport.describe(handle, pages, start, stop)
-        self._slices = slices(self._ours[:, 1], SLICE_BYTES)
-        self._word = transport.scratch.take()
-        assert self._word is not None, f"too many reads: {transport!r}"
-        self._transfer: Transfer | None = None
-        self._asked_token = False
-        self._is_near = transport.neighbour(handle) is not None
         self._state: State = "busy"
-        self.num_bytes = int(self._ours[:, 1].sum())
+        self.num_bytes = 0
         self._began = self._moved = time.monotonic()
         self.seconds = 0.0
 
@@ -308,6 +269,54 @@ class KvRead:
 
     def release(self) -> bool:
         """Give the read up, or clean up after it; whether it cannot write to our pages any more."""
+        if not self._clean_up():
+            return False
+        if self._state == "busy":
+            self._state = "lost"
+            self._transport.release(self._handle)
+        return True
+
+    def _advance(self) -> bool:
+        """Start the next slice, or look at the one under way; whether anything has moved.
+
+        Raises:
+            TransferError: the granter cannot be reached.
+        """
+        raise NotImplementedError
+
+    def _clean_up(self) -> bool:
+        """Free what the read took, once nothing writes to our pages; whether that is so."""
+        return True
+
+    def _check(self, token: int) -> None:
+        """End the read, of which all is here; `token` is what the lease's was behind that."""
+        if token != self._handle.token:
+            self._state = "expired"
+            return
+        self._state = "done"
+        self._transport.release(self._handle, is_granted=True)
+
+    def _fail(self) -> None:
+        self._state = "lost"
+        self._transport.agent.disconnect(self._handle.agent)
+
+
+class NixlRead(KvRead):
+    """A read with NIXL, which moves a slice while this process does other things."""
+
+    def __init__(self, transport: KvTransport, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:
+        super().__init__(transport, handle)
+        found = pieces(transport.layout, pages, handle.pages, start, stop)
+        sides = (transport.bases, transport.device_index), (handle.bases, handle.device)
+        self._ours, self._theirs = descriptors(found, sides, transport.tensors[0].element_size())
+        self._slices = slices(self._ours[:, 1], SLICE_BYTES)
+        self.num_bytes = int(self._ours[:, 1].sum())
+        self._word = transport.scratch.take()
+        assert self._word is not None, f"too many reads: {transport!r}"
+        self._transfer: NixlTransfer | None = None
+        self._asked_token = False
+
+    def _clean_up(self) -> bool:
         if self._transfer is not None:
             try:
                 self._transfer.release()
@@ -317,25 +326,22 @@ class KvRead:
         if self._word is not None:
             self._transport.scratch.give_back(self._word)
             self._word = None
-        if self._state == "busy":
-            self._state = "lost"
-            self._transport.release(self._handle)
         return True
 
     def _advance(self) -> bool:
-        """Start the next slice, or look at the one under way; whether anything has moved."""
+        assert self._word is not None
         if self._transfer is not None:
             status = self._transfer.state()
         elif self._slices:
             first, last = self._slices.pop(0)
             tables = [self._ours[first:last], self._theirs[first:last]]
-            if self._is_near and not self._slices:  # the token behind the KV in one call, which keeps their order
-                tables = list(map(np.concatenate, zip(tables, self._token_tables(), strict=True)))
             status = self._start(tables, (self._transport.memory, self._handle.memory))
         elif not self._asked_token:
-            status = self._start(self._token_tables(), ("DRAM", "DRAM"))
+            self._asked_token = True
+            self._word.cell[0] = 0
+            status = self._start(word_tables(self._word, self._handle.token_address), ("DRAM", "DRAM"))
         else:
-            self._check_token()
+            self._check(int(self._word.cell[0]))
             return True
         if status == "PROC":
             return False
@@ -347,30 +353,45 @@ class KvRead:
             self._transfer = None
         return True
 
-    def _token_tables(self) -> list[Array]:
-        """Descriptors of the scratch word, from now on 0, and of the lease's fencing token."""
-        assert self._word is not None
-        self._asked_token = True
-        self._word.cell[0] = 0
-        return word_tables(self._word, self._handle.token_address)
-
     def _start(self, tables: Sequence[Array], memories: tuple[str, str]) -> str:
-        self._transfer = self._transport.prepare(self._handle, tables, memories)
+        peer = self._handle.agent, self._handle.metadata
+        self._transfer = self._transport.agent.prepare("READ", peer, tables, memories)
         status = self._transfer.start()
         self._moved = time.monotonic()
         return status
 
-    def _check_token(self) -> None:
-        assert self._word is not None
-        if int(self._word.cell[0]) != self._handle.token:
-            self._state = "expired"
-            return
-        self._state = "done"
-        self._transport.release(self._handle, is_granted=True)
 
-    def _fail(self) -> None:
-        self._state = "lost"
-        self._transport.agent.disconnect(self._handle.agent)
+class NeighbourRead(KvRead):
+    """A read from a process of this machine, whose memory the engine's threads copy.
+
+    Args:
+        number: Id of the process.
+    """
+
+    def __init__(
+        self, transport: KvTransport, handle: KvHandle, number: int, pages: Sequence[int], start: int, stop: int
+    ) -> None:
+        super().__init__(transport, handle)
+        self._number = number
+        self._pieces = np.array(pieces(transport.layout, pages, handle.pages, start, stop), dtype=np.int64)
+        self._pieces *= transport.tensors[0].element_size()
+        self._bases = transport.bases, np.array(handle.bases, dtype=np.uint64)
+        of_tensor = int(self._pieces[:, 2].sum())
+        self.num_bytes = of_tensor * len(handle.bases)
+        self._at_once = max(1, SLICE_BYTES // of_tensor)
+        self._next = 0
+
+    def _advance(self) -> bool:
+        these = slice(self._next, self._next + self._at_once)
+        ours, theirs = self._bases
+        copy_from(self._number, ours[these], theirs[these], self._pieces)
+        self._next = these.stop
+        if self._next >= len(ours):  # all is here, if the token behind it is the lease's
+            token = read_word(self._number, self._handle.token_address)
+            if token is None:
+                raise TransferError(f"process {self._number} is gone")
+            self._check(token)
+        return True
 
 
 def word_tables(word: ScratchWord, address: int) -> list[Array]:
