@@ -152,6 +152,27 @@ async def test_a_stop_string_ends_the_answer_and_frees_it(client: WorkerClient, 
     await idle(worker)
 
 
+async def test_a_stop_string_is_an_end_in_receipt_usage_and_metrics(client: WorkerClient, worker: NatsWorker) -> None:
+    def ended() -> list[float]:
+        registry = worker.server.metrics.registry
+        return [
+            registry.get_sample_value("dlw_requests_total", {"outcome": name}) or 0.0 for name in ("stop", "cancelled")
+        ]
+
+    conditions = {"max_tokens": 60, "ignore_eos": True}
+    text = (await client.generate(token_ids=PROMPT, stop_conditions=conditions)).choices[0].text
+    before = ended()
+    asked = {"token_ids": PROMPT, "stop_conditions": {**conditions, "stop": [text[20:23]]}}
+    chunks = [chunk async for chunk in client.stream(**asked, logits_processors={"receipt": True})]
+    await idle(worker)
+    last, usage = chunks[-1], chunks[-1]["completion_usage"]
+    receipt = last["engine_data"]["logits_processors"]
+    assert (last["finish_reason"], last["stop_string"]) == ("stop", text[20:23])
+    assert receipt["generated_tokens"] == usage["completion_tokens"] < 60
+    assert "prompt_tokens_details" in usage
+    assert [now - then for now, then in zip(ended(), before, strict=True)] == [1, 0]
+
+
 async def test_64_at_once(client: WorkerClient) -> None:
     requests = [{**GREEDY, "token_ids": [*PROMPT, 20 + number]} for number in range(64)]
     together = await asyncio.gather(*(client.generate(**request) for request in requests))

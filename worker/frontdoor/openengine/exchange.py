@@ -209,11 +209,9 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
         _check_pictures(engines.workers, asked.model)
     priority = asked.message["routing"].pop("priority", None)
     direct = prompts.request(asked.message)
-    sampling, stopping = direct.fields["sampling_options"], direct.fields["stop_conditions"]
+    sampling = direct.fields["sampling_options"]
     if sampling.get("seed") is None:
         sampling["seed"] = secrets.randbits(SEED_BITS)  # another worker could not go on without it
-    if direct.stops:
-        stopping["stop"] = list(direct.stops)
     found = [(name.decode(), request.headers[name].decode("latin-1")) for name in _PASSED_ON if name in request.headers]
     if priority is not None:
         found.append(("openengine-priority", str(priority)))

@@ -33,7 +33,7 @@ class DirectRequest:
     Attributes:
         fields: Fields of `worker.requests.fields`, the same for each choice.
         num_choices: Number of answers, at least one.
-        stops: Stop strings.
+        stops: Stop strings at which the text is cut; the answer ends at those in `fields`.
         include_stop: Whether an answer shows the stop string that ends it.
         min_tokens: Tokens before which stop strings do not end an answer.
         wants_text: Whether answers come as text too.
@@ -78,6 +78,8 @@ def parse(
     if one_seed and num_choices > 1 and sampling.get("seed") is None:
         sampling["seed"] = secrets.randbits(SEED_BITS)  # one for all choices, which differ in their numbers
     stops = stop_strings("stop_conditions.stop", stopping.pop("stop", None) or ())
+    if stops:
+        stopping["stop"] = list(stops)  # the server ends there too, with the receipt and the usage of that token
     wants_text = boolean("text", own.get("text", tokenizer is not None))
     if tokenizer is None and (stops or wants_text):
         raise InvalidRequest("stop_conditions.stop" if stops else "text", "the model has no tokenizer")

@@ -109,7 +109,7 @@ class Inference:
             hints = read_hints(context.invocation_metadata(), honours_priority=honours_priority)
             asked = read(request, self.names, hints)
             try:
-                running.request = _with_stops(await direct.parsed(asked.message))
+                running.request = _as_asked(await direct.parsed(asked.message))
                 async with contextlib.aclosing(self._answer(request_id, asked, running, hints)) as events:
                     async for event in events:
                         yield event
@@ -166,13 +166,8 @@ async def _write(context: ServicerContext, event: wire.GenerateResponse) -> None
         raise _Stalled(f"its client has read nothing for {STALL_S:g} s") from None
 
 
-def _with_stops(request: DirectRequest) -> DirectRequest:
-    """The request with its stop strings for the engine too, which then ends where they do.
-
-    Without text the client makes it: it gets the token that completes a stop string, and cuts the
-    text itself, as Dynamo's frontend does.
+def _as_asked(request: DirectRequest) -> DirectRequest:
+    """The request; without text the client gets the token that completes a stop string, and cuts
+    the text itself, as Dynamo's frontend does.
     """
-    if not request.stops:
-        return request
-    request.fields["stop_conditions"]["stop"] = list(request.stops)
     return request if request.wants_text else replace(request, stops=())
