@@ -152,22 +152,25 @@ async def test_a_stop_string_ends_the_answer_and_frees_it(client: WorkerClient, 
     await idle(worker)
 
 
-async def test_an_answer_that_a_stop_string_ends_is_whole(client: WorkerClient, worker: NatsWorker) -> None:
-    """It lacked the receipt of all its tokens, and counted as cancelled."""
+async def test_a_stop_string_is_an_end_in_receipt_usage_and_metrics(client: WorkerClient, worker: NatsWorker) -> None:
+    def ended() -> list[float]:
+        registry = worker.server.metrics.registry
+        return [
+            registry.get_sample_value("dlw_requests_total", {"outcome": name}) or 0.0 for name in ("stop", "cancelled")
+        ]
 
-    def num_ended(outcome: str) -> float:
-        return worker.server.metrics.registry.get_sample_value("dlw_requests_total", {"outcome": outcome}) or 0
-
-    text = (await client.generate(**GREEDY)).choices[0].text
-    asked = {**GREEDY, "stop_conditions": {**GREEDY["stop_conditions"], "stop": [text[4:6]]}}
-    before = num_ended("stop"), num_ended("cancelled")
-    answer = await client.generate(**asked, logits_processors={"receipt": True})
-    (choice,) = answer.choices
-    assert choice.text == text[:4]
-    assert choice.engine_data is not None
-    assert choice.engine_data["logits_processors"]["generated_tokens"] == answer.usage["completion_tokens"]
+    conditions = {"max_tokens": 60, "ignore_eos": True}
+    text = (await client.generate(token_ids=PROMPT, stop_conditions=conditions)).choices[0].text
+    before = ended()
+    asked = {"token_ids": PROMPT, "stop_conditions": {**conditions, "stop": [text[20:23]]}}
+    chunks = [chunk async for chunk in client.stream(**asked, logits_processors={"receipt": True})]
     await idle(worker)
-    assert (num_ended("stop"), num_ended("cancelled")) == (before[0] + 1, before[1])
+    last, usage = chunks[-1], chunks[-1]["completion_usage"]
+    receipt = last["engine_data"]["logits_processors"]
+    assert (last["finish_reason"], last["stop_string"]) == ("stop", text[20:23])
+    assert receipt["generated_tokens"] == usage["completion_tokens"] < 60
+    assert "prompt_tokens_details" in usage
+    assert [now - then for now, then in zip(ended(), before, strict=True)] == [1, 0]
 
 
 async def test_parts_of_a_message_are_one_text_for_a_template_of_texts(

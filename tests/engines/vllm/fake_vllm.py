@@ -49,6 +49,10 @@ class Died(Exception):
     """vLLM's engine died."""
 
 
+class Busy(Exception):
+    """A queue of vLLM's own is full."""
+
+
 @dataclass
 class FakeParams:
     """The fields of ``SamplingParams`` that the engine sets."""
@@ -265,7 +269,7 @@ def package() -> Package:
             {
                 *("model", "generation_config", "logits_processors", "logprobs_mode", "max_logprobs", "dtype"),
                 *("scheduling_policy", "worker_extension_cls", "enable_log_requests", "max_num_seqs"),
-                "kv_transfer_config",
+                *("kv_transfer_config", "seed"),
             }
         ),
         sampling_params=FakeParams,
@@ -273,6 +277,7 @@ def package() -> Package:
         delta="delta",
         dead_error=Died,
         client_errors=(ValueError,),
+        busy_errors=(Busy,),
         lora_request=SimpleNamespace,
         kv_transfer_config=SimpleNamespace,
     )

@@ -69,7 +69,23 @@ def test_options_become_vllms_arguments(tmp_path: Path) -> None:
     assert config("--engine-args", '{"enforce_eager": true}').options == {"enforce_eager": True}
     assert config().options == {}
     arguments = config("--max-num-seqs", "7").engine_arguments(package().engine_fields, "0.0")
+    seed = arguments.pop("seed")
     assert arguments == {"model": "/m", "generation_config": "vllm", "max_num_seqs": 7, **OWN}
+    assert 0 <= seed < 2**31
+
+
+def test_workers_draw_numbers_of_their_own() -> None:
+    """Choices of one request may be answered by several workers, and must not be one answer."""
+    known = package().engine_fields
+    assert len({config().engine_arguments(known, "0.0")["seed"] for _ in range(8)}) == 8
+    assert config("--engine-args", '{"seed": 5}').engine_arguments(known, "0.0")["seed"] == 5
+
+
+def test_kv_events_are_published_where_somebody_can_ask_for_them() -> None:
+    """Dynamo's router, and subscribers over OpenEngine; the runtime on NATS has neither."""
+    found = {runtime: config("--runtime", runtime).has_events for runtime in ("dynamo", "openengine", "nats")}
+    assert found == {"dynamo": True, "openengine": True, "nats": False}
+    assert not config("--runtime", "openengine", "--enable-kv-routing", "false").has_events
 
 
 def test_underscores_are_dashes_in_the_workers_flags() -> None:

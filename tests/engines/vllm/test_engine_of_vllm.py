@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fake_vllm import EOS, VOCAB_SIZE, Died, FakeLlm, collect, package, raw_logits, running
+from fake_vllm import EOS, VOCAB_SIZE, Busy, Died, FakeLlm, collect, package, raw_logits, running
 
 from adapters.basic import ForcedSequenceProcessor
 from adapters.chain import ProcessorChain
@@ -221,6 +222,33 @@ async def test_each_of_many_failed_requests_hears_of_it() -> None:
     assert len(reports._failures) < 2 * count  # those that nobody asks for are not kept for ever
 
 
+async def test_a_request_that_leaves_takes_no_failure_of_others() -> None:
+    """It has asked for its own, and with it got those of all: they are lost to the engine."""
+    failed = [{"report": "another", "processor": "acme", "reason": "nan", "message": "m"}]
+    answering = asyncio.Event()
+
+    class Core:
+        async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            taken = failed[:]
+            failed.clear()
+            await answering.wait()
+            return [taken]
+
+    reports = CoreReports(Core(), 8)
+    leaving = asyncio.create_task(reports.failure("leaving"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    other = asyncio.create_task(reports.failure("another"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    answering.set()
+    found = await other
+    assert leaving.cancelled()
+    assert found is not None
+    assert found.reason == "nan"
+
+
 def test_a_worker_keeps_the_receipts_of_all_requests() -> None:
     count = MAX_RECEIPTS + 10
     for reports, num_kept in ((Reports(), MAX_RECEIPTS), (Reports(), count)):
@@ -278,7 +306,12 @@ async def test_a_full_queue_and_an_id_in_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "expected"), [(ValueError("too much"), InvalidRequest), (RuntimeError("odd"), RequestFailed)]
+    ("failure", "expected"),
+    [
+        (ValueError("too much"), InvalidRequest),
+        (RuntimeError("odd"), RequestFailed),
+        (Busy("cannot accept new requests"), Overloaded),
+    ],
 )
 async def test_an_exception_of_vllms_ends_one_request(failure: Exception, expected: type[Exception]) -> None:
     async with running() as (engine, llm):
@@ -299,6 +332,18 @@ async def test_a_dead_engine_ends_every_request() -> None:
         with pytest.raises(EngineBroken):
             await collect(engine, request())
         assert len(told) == 1
+
+
+async def test_time_in_which_the_worker_was_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.vllm.engine.WATCH_S", 0.01)
+    async with running(VllmConfig(model_path="fake", step_timeout_s=0.2)) as (engine, llm):
+        llm.gate.clear()
+        answering = asyncio.create_task(collect(engine, request()))
+        await asyncio.sleep(0.03)
+        time.sleep(0.3)  # as SIGSTOP, or a frozen container
+        await asyncio.sleep(0.03)
+        llm.gate.set()
+        assert (await answering).finish_reason == "length"
 
 
 async def test_one_that_is_silent_for_too_long_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:

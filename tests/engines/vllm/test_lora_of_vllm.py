@@ -40,7 +40,8 @@ def test_adapters_become_vllms_arguments(model: Path, tmp_path: Path) -> None:
     assert len({adapter.digest for adapter in made.adapters}) == 2
     known = {*package().engine_fields, "enable_lora", "max_loras", "max_lora_rank"}
     wanted = {"model": str(model), "generation_config": "vllm", "enable_lora": True, "max_loras": 2}
-    assert made.engine_arguments(known, "0.0") == {**wanted, "max_lora_rank": 16, **OWN}
+    found = made.engine_arguments(known, "0.0")
+    assert found == {**wanted, "max_lora_rank": 16, "seed": found["seed"], **OWN}
     given = replace(made, options={"max_loras": 1})
     assert given.engine_arguments(known, "0.0")["max_loras"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save
 
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm import VllmConfig
+from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.weights import VllmWeights
 from worker.engines.weights import PauseMode, WeightsRefused, WrongState
 from worker.errors import EngineBroken
@@ -57,6 +59,31 @@ ORDERS: list[tuple[PauseMode, list[str]]] = [
     ("finish", ["pause wait", *UPDATE, "resume"]),
     ("abort", ["pause abort", *UPDATE, "resume"]),
 ]
+
+
+async def test_a_pause_with_abort_ends_one_that_waits(model: Path) -> None:
+    """It does not wait for the answers that the other lets finish, as on the embedded engine."""
+    drained = asyncio.Event()
+
+    class Busy(Llm):
+        async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+            await super().pause_generation(mode, clear_cache)
+            if mode == "wait":
+                await drained.wait()
+
+    llm, running, table = Busy(), RunningRequest("r"), RequestTable[RunningRequest]()
+    table.add(running)
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), table, "base", lambda reason: None)
+    finishing = asyncio.create_task(weights.pause("finish"))
+    await asyncio.sleep(0)
+    with pytest.raises(WrongState):
+        await weights.pause("keep")
+    aborting = asyncio.create_task(weights.pause("abort"))
+    await asyncio.sleep(0)
+    assert running.done
+    drained.set()
+    await asyncio.gather(finishing, aborting)
+    assert (llm.asked, weights.weights_state) == (["pause wait", "pause abort"], "paused")
 
 
 @pytest.mark.parametrize(("mode", "asked"), ORDERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 from collections import OrderedDict
@@ -30,14 +31,18 @@ class CoreReports:
 
     async def failure(self, report: str) -> ProcessorFailed | None:
         """The processor that ended the request, None if none did."""
-        if report not in self._failures:
-            for taken in await self._llm.collective_rpc("take_processor_failures"):
-                for each in taken:
-                    failure = ProcessorFailed(each["processor"], each["reason"], each["message"])
-                    self._failures.setdefault(each["report"], failure)
+        if report not in self._failures:  # a request that ends meanwhile still takes those of others
+            await asyncio.shield(asyncio.ensure_future(self._take_failures()))
         while len(self._failures) > self._max_kept:
             self._failures.popitem(last=False)
         return self._failures.pop(report, None)
+
+    async def _take_failures(self) -> None:
+        """Take the failures of all requests from the engine's processes, which keep none."""
+        for taken in await self._llm.collective_rpc("take_processor_failures"):
+            for each in taken:
+                failure = ProcessorFailed(each["processor"], each["reason"], each["message"])
+                self._failures.setdefault(each["report"], failure)
 
     async def receipt(self, report: str, last: tuple[int, int] | None = None) -> Receipt | None:
         """The receipt of the request, None if its chain never began; it is not kept.

@@ -45,6 +45,7 @@ from worker.errors import (
     Draining,
     EngineBroken,
     InvalidRequest,
+    Overloaded,
     RequestFailed,
     StartupError,
     one_line,
@@ -228,6 +229,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             running.fail(error)
         except self._package.dead_error as error:
             self._break(f"vLLM's engine died: {one_line(error)}")
+        except self._package.busy_errors as error:
+            running.fail(Overloaded(f"vLLM: {one_line(error)}"))
         except self._package.client_errors as error:
             running.fail(InvalidRequest("request", one_line(error)))
         except Exception as error:  # the engine's boundary
@@ -399,7 +402,10 @@ class VllmEngine(LibraryEngine[RunningRequest]):
 
     async def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
+        looked_s = loop.time()
         while not self._llm.errored:
+            before_s, looked_s = looked_s, loop.time()
+            self._heard_s += max(0.0, looked_s - before_s - 2 * WATCH_S)  # this process was stopped: nothing was heard
             if self.weights is not None and self.weights.is_busy:
                 self._heard_s = loop.time()
             elif len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:

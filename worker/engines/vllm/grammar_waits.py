@@ -26,9 +26,11 @@ class GrammarWaits:
         self._prepared = PreparedGrammars()
 
     async def wait(self, chain: ProcessorChain) -> None:
-        """Return once the slow grammars of a chain are compiled in vLLM's processes."""
+        """Return once the slow grammars of a chain are compiled in vLLM's processes, which are
+        asked each time: they drop those that no request uses when others need the room.
+        """
         grammars = (one.processor for one in chain.members if isinstance(one.processor, GrammarProcessor))
-        slow = [each for each in grammars if each.compile_s > FAST_S and each.source not in self._prepared]
+        slow = [each for each in grammars if each.compile_s > FAST_S]
         if slow:
             address, sources = slow[0].address, [each.source for each in slow]
             await self._prepared.compile_ahead(

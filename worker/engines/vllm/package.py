@@ -53,6 +53,9 @@ NEEDED_OF_PROMPT = frozenset({"prompt_token_ids", "cache_salt"})
 NEEDED_OF_GENERATE = frozenset({"priority", "trace_headers", "lora_request"})
 """Arguments of ``AsyncLLM.generate`` that the worker gives."""
 
+_BUSY = ("QueueOverflowError", "MaxQueuedTokensError")
+"""Exceptions of ``--max-num-queued-reqs`` and ``--max-num-queued-tokens``, in newer versions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Package:
@@ -68,6 +71,7 @@ class Package:
         delta: The output kind of new tokens alone.
         dead_error: The exception of an engine that died.
         client_errors: Exceptions that one request is to blame for.
+        busy_errors: Exceptions of a full queue, whose limits an operator can set.
         lora_request: The class ``LoRARequest``.
         kv_transfer_config: The class ``KVTransferConfig``.
         is_cpu: Whether it computes on a CPU.
@@ -82,6 +86,7 @@ class Package:
     delta: Any
     dead_error: type[Exception]
     client_errors: tuple[type[Exception], ...]
+    busy_errors: tuple[type[Exception], ...]
     lora_request: Any
     kv_transfer_config: Any
     is_cpu: bool = False
@@ -106,6 +111,7 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
         sampling = importlib.import_module("vllm.sampling_params")
         engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
         errors = importlib.import_module("vllm.v1.engine.exceptions")
+        others = importlib.import_module("vllm.exceptions")
         package = Package(
             version=str(root.__version__),
             async_llm=importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM,
@@ -115,7 +121,8 @@ def read_package(environ: MutableMapping[str, str] = os.environ) -> Package:
             tokens_prompt=root.TokensPrompt,
             delta=sampling.RequestOutputKind.DELTA,
             dead_error=errors.EngineDeadError,
-            client_errors=(ValueError, importlib.import_module("vllm.exceptions").VLLMClientError),
+            client_errors=(ValueError, others.VLLMClientError),
+            busy_errors=tuple(getattr(others, name) for name in _BUSY if hasattr(others, name)),
             lora_request=importlib.import_module("vllm.lora.request").LoRARequest,
             kv_transfer_config=importlib.import_module("vllm.config").KVTransferConfig,
             is_cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),

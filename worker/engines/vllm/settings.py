@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from secrets import randbits
 from typing import Any
 
 from adapters.strict_json import decoder
@@ -59,6 +60,9 @@ SPACE_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
 MAX_CACHE_ON_CPU = 4 * 2**30
 """Largest KV cache on a CPU unless one is asked for, bytes: vLLM would take most of the memory."""
 
+SEED_BITS = 31
+"""Bits of the seed of an engine's own generator."""
+
 _PICTURE_CACHE = "mm_processor_cache_gb"
 _TWO_COPIES = (
     "of a prompt that the model's processor refuses, one of vLLM's two copies keeps the pictures, and then other "
@@ -102,6 +106,7 @@ REFUSED = {
     "generation_config": "the worker reads generation_config.json itself (--default-sampling)",
     "override_generation_config": "the worker reads generation_config.json itself (--default-sampling)",
     "enable_lora": "adapters are --lora-modules NAME=DIRECTORY",
+    "enable_batch_sharded_sampling": "each rank applies the processors of all requests, as receipts tell",
     "watermark_config": _CONTROLS,
     "enable_trace_replay": _CONTROLS,
     "return_sampling_mask": "vLLM then takes no greedy requests",
@@ -163,7 +168,8 @@ class VllmConfig:
             StartupError: it lacks one, or adapters need more places.
         """
         of_adapters = arguments_for(self.adapters, is_cpu=is_cpu)
-        ours = {"model": self.model_path, "generation_config": "vllm", **of_adapters}
+        seed = randbits(SEED_BITS)  # vLLM's own is 0: the n-th requests of two workers would draw the same
+        ours = {"model": self.model_path, "generation_config": "vllm", "seed": seed, **of_adapters}
         arguments = {**ours, **self.options, **OWN}
         if is_cpu:
             check_empty_place(arguments, self.adapters)
@@ -215,7 +221,7 @@ def config_from(arguments: Arguments) -> VllmConfig:
         options=options,
         max_queue=arguments.max_queue,
         step_timeout_s=arguments.step_timeout_s,
-        has_events=arguments.publishes_kv_events and arguments.runtime == "dynamo",
+        has_events=arguments.publishes_kv_events and arguments.runtime != "nats",
         adapters=read_adapters(arguments.lora_modules, arguments.model_path),
         images=images,
         role=arguments.disaggregation_mode,

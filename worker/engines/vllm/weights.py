@@ -125,8 +125,10 @@ class VllmWeights:
             return Updated(version, len(digests), seconds)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `UpdatesWeights.pause`."""
-        async with self._exclusive():
+        """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it."""
+        if mode == "abort" and self._lock.locked():
+            await self.abort_all()
+        async with self._exclusive(waits=mode == "abort"):
             if self._is_paused and mode == "finish":
                 await self._llm.resume_generation()  # what it has kept
             if not self._is_paused or mode != "keep":
@@ -206,8 +208,8 @@ class VllmWeights:
             raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number in {self._dtype}")
         return sha256(rounded.contiguous().view(torch.uint8).numpy().data).hexdigest()[:32]
 
-    def _exclusive(self) -> asyncio.Lock:
-        if self._lock.locked():
+    def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
+        if self._lock.locked() and not waits:
             raise WrongState("an update or a pause is under way")
         return self._lock
 

@@ -34,7 +34,7 @@ class DirectRequest:
     Attributes:
         fields: Fields of `worker.requests.fields`, the same for each choice.
         num_choices: Number of answers, at least one.
-        stops: Stop strings.
+        stops: Stop strings at which the text is cut; the answer ends at those in `fields`.
         include_stop: Whether an answer shows the stop string that ends it.
         min_tokens: Tokens before which stop strings do not end an answer.
         wants_text: Whether answers come as text too.
@@ -114,14 +114,16 @@ def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return copy
 
 
-def _stops(stopping: Mapping[str, Any]) -> tuple[str, ...]:
+def _stops(stopping: dict[str, Any]) -> tuple[str, ...]:
     """The stop strings. They stay fields of the request, whose answer the worker ends where they
     do, with its receipt and the usage of its tokens.
     """
-    stops = stop_strings("stop_conditions.stop", stopping.get("stop") or ())
+    stops = stop_strings("stop_conditions.stop", stopping.pop("stop", None) or ())
     for index, stop in enumerate(stops):
         if not stop:
             raise InvalidRequest(f"stop_conditions.stop[{index}]", "must be a text that is not empty")
+    if stops:
+        stopping["stop"] = list(stops)
     return stops
 
 
