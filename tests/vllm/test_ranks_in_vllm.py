@@ -44,5 +44,5 @@ def test_what_ranks_draw_is_what_they_go_on_from(tmp_path: Path) -> None:
     command = [sys.executable, str(program), str(tiny(tmp_path, "llama"))]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    said, scored = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))  # vLLM logs there, too
+    said, scored = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))  # vLLM logs too
     assert said == pytest.approx(scored, abs=0.01)
