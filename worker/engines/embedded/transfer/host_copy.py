@@ -66,7 +66,7 @@ def copy_from(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.in
     Args:
         number: Id of the other process.
         ours: Addresses ``[t]`` of our tensors, in uint64.
-        theirs: Those of the other process.
+        theirs: Addresses ``[t]`` of the other process's.
         pieces: ``[n, 3]`` of every tensor, in bytes: offset in ours, offset in theirs, size.
 
     Raises:

@@ -91,7 +91,7 @@ class KvTransport:
     Attributes:
         tensors: The same.
         layout: The same.
-        bases: Their addresses.
+        bases: Addresses of the tensors, in uint64.
         memory: NIXL's name of their memory, ``DRAM`` or ``VRAM``, and `device_index` of its device.
         agent: The NIXL agent.
         scratch: Words for reads and releases.
