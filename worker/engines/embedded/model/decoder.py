@@ -50,7 +50,7 @@ class DecoderNetwork(Network):
         if getattr(config, "clip_qkv", None) is not None:
             raise NotNative("clip_qkv")
         self._dtype: torch.dtype = network.dtype
-        ropes = Ropes.of(model.rotary_emb)
+        ropes = Ropes.of(model)
         self._ropes, self._kernels = ropes.ropes, kernels
         self._is_interleaved = TWISTS[config.model_type].is_interleaved
         norm = Norm.of(model.norm, kernels)
