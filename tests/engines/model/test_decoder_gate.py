@@ -86,6 +86,26 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     assert said in found
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_a_weight_of_a_type_that_holds_none(decoders: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    """Codes of a quantised weight, for example, whose configuration does not say so."""
+    path = edited(decoders["granite"], tmp_path / "model", {})
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, path / "model.safetensors", metadata={"format": "pt"})
+    found = served_or_refused(path)
+    assert found is not None
+    assert found.startswith(f"model.safetensors: tensor {name} must be of type F32, F16, BF16, F64, got ")
+
+
+def test_a_buffer_of_integers_is_no_weight(decoders: dict[str, Path], tmp_path: Path) -> None:
+    """As the masks in old checkpoints of GPT-2."""
+    path = edited(decoders["gpt2"], tmp_path / "model", {})
+    weights = load_file(path / "model.safetensors") | {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    assert served_or_refused(path) is None
+
+
 KEYS: dict[str, list[Any]] = {
     "hidden_act": ["gelu", "silu", "relu2", "quick_gelu"],
     "activation_function": ["relu", "gelu_new", "mish"],

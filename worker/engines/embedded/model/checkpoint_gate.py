@@ -7,6 +7,7 @@ Importing transformers takes long, so this module is imported where there is no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ makes no model.
 _LARGEST_CODE = 128.0
 """The largest code of quantised weights, as a factor of the scale."""
 
+_HEAD = "lm_head.weight"
 _FIELDS = tuple(Geometry.__dataclass_fields__)
 
 
@@ -60,12 +62,17 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
         found = {name: getattr(config, name, None) for name in _FIELDS}
         files = WeightFiles(directory, format_of(settings) is not None, quantization)
         geometry = None
+        names: Iterable[str] = files.plain
         if settings["model_type"] in MODEL_TYPES:
-            geometry = geometry_of(found, settings)
-            files.check(geometry)
+            stored = geometry = geometry_of(found, settings)
+            if files.holds(_HEAD):  # which may be computed with although embeddings are to be tied
+                stored = replace(geometry, tie_word_embeddings=False)
+            files.check(stored)
+            names = files.names(stored)
         else:
             check_bounds(found)
-        check_finite(files, files.plain if geometry is None else files.names(geometry), dtype)
+            files.check_types()
+        check_finite(files, names, dtype)
     except ModelFileError as error:
         raise StartupError(f"--model-path {directory}: {error}") from None
     return config, geometry
