@@ -21,7 +21,7 @@ from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG, check_bounds, geometry_of
 from worker.models.geometry import Geometry
 from worker.models.model_types import MODEL_TYPES
-from worker.models.problems import ModelFileError
+from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
 from worker.models.quantization_config import quantization_of
 from worker.models.weight_files import WeightFiles
@@ -84,8 +84,26 @@ def configuration(directory: Path) -> Any:
         found = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         raise ModelFileError(f"{CONFIG}: {one_line(error)}") from error
+    found._attn_implementation = found._experts_implementation = None  # none of it runs, and it may be code to fetch
     check_factors(found)
+    _check_windows(found)
     return found
+
+
+def _check_windows(config: Any) -> None:
+    """Raises `ModelFileError` unless layers that are to have a window are told how wide it is:
+    transformers computes nothing then, or with a window in masks alone.
+    """
+    kind = type(config)
+    if not hasattr(kind, "layer_types") or "sliding_attention" not in (config.layer_types or ()):
+        return
+    if hasattr(kind, "use_sliding_window") and not config.use_sliding_window:
+        raise ModelFileError(f"{CONFIG}: use_sliding_window must be true where layer_types has sliding_attention")
+    if (config.sliding_window or 0) < 1:
+        raise ModelFileError(
+            f"{CONFIG}: sliding_window must be at least 1 where layer_types has sliding_attention, got "
+            f"{shown(config.sliding_window)}"
+        )
 
 
 def check_finite(files: WeightFiles, names: Iterable[str], dtype: torch.dtype) -> None:
