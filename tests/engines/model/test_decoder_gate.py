@@ -86,6 +86,14 @@ def test_weights_of_sigmoids_are_normalised(tmp_path: Path) -> None:
     assert served_or_refused(tmp_path) is None
 
 
+def test_a_window_that_attention_is_not_told(tmp_path: Path) -> None:
+    """The attention of qwen2_moe has it, and does not hand it on."""
+    changes = {"use_sliding_window": True, "sliding_window": 5}
+    random_checkpoints.write(tmp_path, "qwen2_moe", settings_of("qwen2_moe", 0) | changes, common={})
+    assert served_or_refused(tmp_path) is None  # computed as transformers does
+    assert load(tmp_path)._network.has_windows
+
+
 def test_windows_that_would_be_in_masks_alone(tmp_path: Path) -> None:
     random_checkpoints.write(tmp_path, "smollm3", settings_of("smollm3", 0) | {"use_sliding_window": False}, common={})
     found = served_or_refused(tmp_path)
