@@ -86,6 +86,21 @@ def test_weights_of_sigmoids_are_normalised(tmp_path: Path) -> None:
     assert served_or_refused(tmp_path) is None
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_shared_experts": 0}, "makes no model: a linear layer of shape [0, 64] has no elements"),
+        ({"topk_method": "noaux_tc"}, "makes no model: cannot access local variable 'topk_weights'"),
+    ],
+)
+def test_routing_that_is_not_computed(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    random_checkpoints.write(tmp_path, "deepseek_v2", settings_of("deepseek_v2", 0) | changes, common={})
+    found = served_or_refused(tmp_path)
+    assert found is not None
+    assert said in found
+
+
 def test_a_window_that_attention_is_not_told(tmp_path: Path) -> None:
     """The attention of qwen2_moe has it, and does not hand it on."""
     changes = {"use_sliding_window": True, "sliding_window": 5}

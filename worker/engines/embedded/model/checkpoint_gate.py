@@ -28,7 +28,7 @@ from worker.models.weight_files import WeightFiles
 
 UNREADABLE = (
     *(OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError, AssertionError),
-    *(SafetensorError, StrictDataclassError),
+    *(SafetensorError, StrictDataclassError, NameError),
 )
 """Errors of transformers and its libraries for a checkpoint that is damaged, or whose config.json
 makes no model.
