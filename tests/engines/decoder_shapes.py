@@ -61,7 +61,11 @@ _ALSO: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "embedding_multiplier": 3.0,
     },
-    "granite_swa": {"attention_multiplier": 0.1, "embedding_multiplier": 2.0},
+    "granite_swa": {
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 2.0,
+        "layer_rope_theta": [0.0, 10_000.0, 300.0],
+    },
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True},
     "granitemoe": {"attention_multiplier": 0.1},
     "granitemoe_swa": {"attention_multiplier": 0.1},

@@ -202,6 +202,17 @@ def test_scaled_positions(checkpoints: dict[str, Path], tmp_path: Path, kind: st
     assert rope.get("beta_fast") == (16.0 if kind == "yarn" else None)
 
 
+@pytest.mark.parametrize(("factor", "scaling"), [(4.0, {"rope_type": "linear", "factor": 4.0}), (0.0, None)])
+def test_a_factor_alone_is_linear(
+    checkpoints: dict[str, Path], tmp_path: Path, factor: float, scaling: dict[str, object] | None
+) -> None:
+    """As in llama.cpp, to which a factor of 0 is none."""
+    source = Source(checkpoints["qwen2"])
+    source.metadata["qwen2.rope.scaling.factor"] = factor
+    config = json.loads((converted(source, tmp_path) / "config.json").read_text())
+    assert config["rope_scaling"] == scaling
+
+
 def test_a_tensor_that_is_dequantised_in_parts(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     source = Source(checkpoints["llama"])
     weights = load_file(checkpoints["llama"] / "model.safetensors")

@@ -53,6 +53,14 @@ def tensor(name: str, value: np.ndarray | None) -> Callable[[Source], None]:
     return change
 
 
+def both(*changes: Callable[[Source], None]) -> Callable[[Source], None]:
+    def change(source: Source) -> None:
+        for each in changes:
+            each(source)
+
+    return change
+
+
 def scores(values: list[object]) -> Callable[[Source], None]:
     """A SentencePiece vocabulary with these scores."""
 
@@ -143,6 +151,14 @@ def odd_bos(text: str) -> Callable[[Source], None]:
         (tensor("blk.1.ffn_down.weight", None), "it lacks tensor blk.1.ffn_down.weight"),
         (tensor("blk.1.ffn_norm.weight", np.zeros(32)), "tensor blk.1.ffn_norm.weight must be of shape [64], got [32]"),
         (tensor("rope_freqs.weight", np.array([1, 1, 2, 3, 4, 4, 4, 8])), "tensor rope_freqs.weight does not scale"),
+        (
+            both(tensor("rope_freqs.weight", np.ones(8)), metadata("llama.rope.scaling.factor", 4.0)),
+            "llama.rope.scaling.type linear is not supported beside tensor rope_freqs.weight",
+        ),
+        (
+            metadata("llama.rope.scaling.factor", 1e-6),
+            "llama.rope.scaling.factor must be a number above 0.001 and at most 1000000.0, got",
+        ),
     ],
 )
 def test_what_is_not_supported_or_not_there(

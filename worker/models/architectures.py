@@ -64,6 +64,8 @@ _ALL_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS.values(), MIXTRAL, DEEPSEEK_2, DEEP
 CONVERTED = tuple(sorted({*(kind.name for kind in GGUF_TYPES.values()), *(each.name for each in _ALL_LAYOUTS)}))
 """Model types of the checkpoints that files are converted into."""
 
+_GRANITES = ("granite", "granitemoe")
+
 _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 """Constants of every Llama 3.1, 3.2 and 3.3; the file has only the factors that follow."""
 
@@ -126,6 +128,9 @@ class Architecture:
                 raise GgufError(f"{self._name}.{key} other than the width of a head is not supported")
         if self._experts and not self._kind.is_mixture:
             raise GgufError(f"{self._name}.expert_count {self._experts} is not supported")
+        has_rope = f"{self._name}.rope.scaling.finetuned"  # what Granite's files call it
+        if self._name in _GRANITES and not self._metadata.flag(has_rope, True):
+            raise GgufError(f"{has_rope} must be true: layers without RoPE are not supported in {self._name}")
 
     def _weights(self) -> Iterator[Weight]:
         geometry = self._geometry()
@@ -188,8 +193,10 @@ class Architecture:
         for ours, theirs in layout.numbers.items():
             found[ours] = None if self._lacks(layout, ours, theirs) else shortest(self._number(theirs))
         for ours, theirs in layout.integers.items():
-            lacks = self._lacks(layout, ours, theirs)
-            found[ours] = None if lacks else self._metadata.integer(f"{self._name}.{theirs}", most=2**31)
+            is_optional = ours in layout.optional
+            default, least = (0, 0) if is_optional else (None, 1)
+            value = self._metadata.integer(f"{self._name}.{theirs}", default, least, most=2**31)
+            found[ours] = value or None
         if layout.rotates_part:
             rotated = self._metadata.integer(f"{self._name}.rope.dimension_count", self._head_dim)
             if rotated > self._head_dim or rotated % 2:
@@ -224,13 +231,18 @@ class Architecture:
         return {"rope_parameters": ropes, "rope_scaling": None, "rope_theta": None}
 
     def _rope_scaling(self) -> dict[str, Any] | None:
-        if ROPE_FREQUENCIES in self._file.tensors:
-            return self._llama3_scaling()
         prefix = f"{self._name}.rope.scaling."
-        kind = self._metadata.one_of(f"{prefix}type", ("none", "linear", "yarn"), "none")
+        # a factor alone is linear, as in llama.cpp
+        default = "linear" if self._metadata.get(f"{prefix}factor") else "none"
+        kind = self._metadata.one_of(f"{prefix}type", ("none", "linear", "yarn"), default)
+        if ROPE_FREQUENCIES in self._file.tensors:
+            if kind != "none":
+                raise GgufError(f"{prefix}type {kind} is not supported beside tensor {ROPE_FREQUENCIES}")
+            return self._llama3_scaling()
         if kind == "none":
             return None
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._number("rope.scaling.factor", most=1e6)}
+        factor = self._metadata.number(f"{prefix}factor", least=1e-3, most=1e6)
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             context = self._metadata.integer(f"{prefix}original_context_length", most=2**31)
             scaling["original_max_position_embeddings"] = context

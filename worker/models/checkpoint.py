@@ -45,7 +45,7 @@ from worker.models.quantised import (
 from worker.models.safetensors_file import Stored, write_safetensors
 from worker.models.tokenizer import GgufTokenizer
 
-FORMAT = 4
+FORMAT = 5
 """Part of a directory's name: raised when the same file would be written differently."""
 
 Say = Callable[[str], None]

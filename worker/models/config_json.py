@@ -86,6 +86,7 @@ class _Rope(_Strict):
     mscale: _Factor | None = None
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e6)] | None = None
     truncate: bool = True
+    alpha: _Factor | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -130,6 +131,7 @@ class AnyConfig(_Strict):
     rope_parameters: _RopeByLayer | None = None
     quantization_config: dict[str, Any] | None = None
     transformers_weights: None = None  # names other files than those that are checked
+    per_layer_config: dict[str, Any] | None = None
     use_bidirectional_attention: bool | None = False
     is_causal: bool = True
     is_encoder_decoder: bool = False
@@ -143,6 +145,8 @@ class AnyConfig(_Strict):
         for key, wanted in _ONLY.items():
             if getattr(self, key, None) not in (None, wanted):
                 raise ValueError(f"{key} must be {wanted}, got {not wanted}")
+        if self.per_layer_config:
+            raise ValueError("per_layer_config must be empty: layers that are configured one by one are not served")
         return self
 
 

@@ -80,7 +80,8 @@ class Layout:
         rotates_part: Whether RoPE may rotate a part of a head.
         numbers: Other keys of ``config.json`` that are numbers, by the file's key.
         integers: Other keys that are integers, the same.
-        optional: Keys of `numbers` and `integers` that may be missing, and mean None.
+        optional: Keys of `numbers` and `integers` that may be missing, or 0 as integers, and mean
+            None.
         settings: Keys of ``config.json`` that the file does not tell.
         yarn: Parameters of YaRN that the file does not tell.
     """

@@ -54,6 +54,8 @@ _MOST_DIMENSIONS, _MOST_SIZE = 8, 2**48
 _FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are not quantised."""
 
+_INTEGERS = tuple(name for name in _SIZES if name == "BOOL" or name[0] in "IU")
+
 _CODES = ("I8", "U8")
 """Types of the codes of quantised ones, of 8 and of 4 bits."""
 
@@ -119,6 +121,20 @@ class WeightFiles:
         for expected in self._expected(geometry):
             self._check(expected)
 
+    def check_types(self) -> None:
+        """Raises `ModelFileError` for a weight of a type that holds none, which transformers would
+        take for the numbers that quantised ones stand for. Buffers, such as masks, may be integers.
+        """
+        for name in self.plain:
+            found = self.tensors[name]
+            if found.dtype not in _FLOATS and (found.dtype not in _INTEGERS or name.endswith((".weight", "_proj"))):
+                raise self._no_floats(name, found)
+
+    def _no_floats(self, name: str, found: StoredTensor) -> ModelFileError:
+        return ModelFileError(
+            f"{found.file}: tensor {name} must be of type {', '.join(_FLOATS)}, got {shown(found.dtype)}"
+        )
+
     def names(self, geometry: Geometry) -> Iterator[str]:
         """The tensors of the files that hold the weights of a model, parts of quantised ones too.
 
@@ -128,6 +144,10 @@ class WeightFiles:
             name = self._stored(expected.name)
             quantised = (name + suffix for suffix in (CODES, SCALES, OFFSETS))
             yield from (each for each in (name, *quantised) if each in self.tensors and name not in self._packed)
+
+    def holds(self, name: str) -> bool:
+        """Whether a weight of that name is there, quantised or not."""
+        return any(each in self.tensors for each in (name, name + CODES)) or name in self._packed
 
     @property
     def _packed(self) -> Mapping[str, ThirdPartyWeight]:
@@ -177,9 +197,7 @@ class WeightFiles:
             )
         self._check_shape(name, found, expected.shape)
         if found.dtype not in _FLOATS:
-            raise ModelFileError(
-                f"{found.file}: tensor {name} must be of type {', '.join(_FLOATS)}, got {shown(found.dtype)}"
-            )
+            raise self._no_floats(name, found)
 
     def _check_shape(self, name: str, found: StoredTensor, shape: tuple[int, ...]) -> None:
         if found.shape != shape:

@@ -91,6 +91,8 @@ def refusal(path: Path, **changes: Any) -> str:
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is known of gemma2 alone"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is known of gemma2 and gemma3_text alone"),
         ({"rope_scaling": {"rope_type": "su"}}, "rope_scaling.rope_type must be 'default', 'linear', 'yarn', "),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config must be empty: layers that are"),
+        ({"per_layer_config": 3}, "per_layer_config must be an object, got 3"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be a valid boolean, got 'yes'"),
     ],
 )
@@ -102,6 +104,12 @@ def test_keys_of_the_configuration(checkpoint: Path, changes: dict[str, Any], sa
 def test_end_tokens_of_strings_in_the_generation_configuration(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     assert refusal(checkpoint) == "generation_config.json: eos_token_id[0] must be a valid integer, got '</s>'"
+
+
+def test_end_tokens_are_tokens(checkpoint: Path) -> None:
+    """A negative one would be counted from the vocabulary's end by whatever bans it."""
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [-1, 4, 1023, 1024]}')
+    assert load(checkpoint).eos_token_ids == (4, 1023)
 
 
 def test_a_configuration_in_which_a_key_stands_twice(checkpoint: Path) -> None:

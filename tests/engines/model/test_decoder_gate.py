@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoints
 import torch
+from decoder_shapes import settings as settings_of
 from decoder_shapes import write
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from served_checkpoint import served_or_refused
+from served_checkpoint import load, served_or_refused
+
+from worker.engines.embedded.model.decoder import DecoderNetwork
 
 KINDS = ("falcon", "gpt2", "gpt_oss", "granite", "phi")
 
@@ -56,6 +60,8 @@ def edited(source: Path, path: Path, changes: dict[str, Any]) -> Path:
         ("phi", {"sliding_window": 0, "use_sliding_window": True}, "config.json: sliding_window must be null or "),
         ("granite", {"sliding_window": 9}, "config.json: sliding_window must be null in a model of type granite"),
         ("granite", {"attention_multiplier": "x"}, "config.json: "),
+        ("gpt_oss", {"sliding_window": None}, "config.json: sliding_window must be at least 1 where layer_types has"),
+        ("phi", {"per_layer_config": {"1": {"layer_norm_eps": 0.1}}}, "config.json: per_layer_config must be empty"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_key(
@@ -64,6 +70,66 @@ def test_what_is_not_computed_is_refused_by_key(
     found = served_or_refused(edited(decoders[kind], tmp_path / "model", changes))
     assert found is not None
     assert said in found
+
+
+@pytest.mark.parametrize("key", ["clip_qkv", "embedding_multiplier", "final_logit_softcapping", "logits_scaling"])
+def test_keys_of_other_model_types_change_nothing(decoders: dict[str, Path], tmp_path: Path, key: str) -> None:
+    path = edited(decoders["gpt_oss"], tmp_path / "model", {key: 3.0})
+    assert served_or_refused(path) is None  # computed as transformers does
+    assert isinstance(load(path)._network, DecoderNetwork)
+
+
+def test_weights_of_sigmoids_are_normalised(tmp_path: Path) -> None:
+    """By a sum whose argument has numpy's name."""
+    changes = {"expert_selection_fn": "sigmoid", "norm_topk_prob": True}
+    random_checkpoints.write(tmp_path, "cohere2_moe", settings_of("cohere2_moe", 0) | changes, common={})
+    assert served_or_refused(tmp_path) is None
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_shared_experts": 0}, "makes no model: a linear layer of shape [0, 64] has no elements"),
+        ({"topk_method": "noaux_tc"}, "makes no model: cannot access local variable 'topk_weights'"),
+    ],
+)
+def test_routing_that_is_not_computed(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    random_checkpoints.write(tmp_path, "deepseek_v2", settings_of("deepseek_v2", 0) | changes, common={})
+    found = served_or_refused(tmp_path)
+    assert found is not None
+    assert said in found
+
+
+def test_a_window_that_attention_is_not_told(tmp_path: Path) -> None:
+    """The attention of qwen2_moe has it, and does not hand it on."""
+    changes = {"use_sliding_window": True, "sliding_window": 5}
+    random_checkpoints.write(tmp_path, "qwen2_moe", settings_of("qwen2_moe", 0) | changes, common={})
+    assert served_or_refused(tmp_path) is None  # computed as transformers does
+    assert load(tmp_path)._network.has_windows
+
+
+def test_windows_that_would_be_in_masks_alone(tmp_path: Path) -> None:
+    random_checkpoints.write(tmp_path, "smollm3", settings_of("smollm3", 0) | {"use_sliding_window": False}, common={})
+    found = served_or_refused(tmp_path)
+    assert found == "config.json: use_sliding_window must be true where layer_types has sliding_attention"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_no_code_that_a_configuration_names_is_fetched(decoders: dict[str, Path], tmp_path: Path, key: str) -> None:
+    path = edited(decoders["gpt_oss"], tmp_path / "model", {key: "acme/kernels"})
+    assert served_or_refused(path, compares=False) is None
+
+
+@pytest.mark.parametrize("kind", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_a_base_that_is_stretched_once_is_served(tmp_path: Path, kind: str) -> None:
+    """All of HunYuan's checkpoints have it, under the name of a RoPE that changes with the text."""
+    rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
+    random_checkpoints.write(tmp_path, kind, settings_of(kind, 0) | {"rope_parameters": rope}, common={})
+    assert served_or_refused(tmp_path) is None
+    found = served_or_refused(edited(tmp_path, tmp_path / "other", {"rope_parameters": rope | {"alpha": None}}))
+    assert found is not None
+    assert "rope type 'dynamic' is not served" in found
 
 
 @pytest.mark.parametrize(
@@ -84,6 +150,26 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     found = served_or_refused(path)
     assert found is not None
     assert said in found
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_a_weight_of_a_type_that_holds_none(decoders: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    """Codes of a quantised weight, for example, whose configuration does not say so."""
+    path = edited(decoders["granite"], tmp_path / "model", {})
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, path / "model.safetensors", metadata={"format": "pt"})
+    found = served_or_refused(path)
+    assert found is not None
+    assert found.startswith(f"model.safetensors: tensor {name} must be of type F32, F16, BF16, F64, got ")
+
+
+def test_a_buffer_of_integers_is_no_weight(decoders: dict[str, Path], tmp_path: Path) -> None:
+    """As the masks in old checkpoints of GPT-2."""
+    path = edited(decoders["gpt2"], tmp_path / "model", {})
+    weights = load_file(path / "model.safetensors") | {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    assert served_or_refused(path) is None
 
 
 KEYS: dict[str, list[Any]] = {

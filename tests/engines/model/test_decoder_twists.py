@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoints
 import torch
-from decoder_shapes import write
+from decoder_shapes import settings, write
 from model_runs import last_logits, load_native
+from served_checkpoint import served_or_refused
 
 from worker.engines.embedded import native
 from worker.engines.embedded.config import EmbeddedConfig
@@ -56,13 +58,13 @@ def test_a_row_has_its_bits_however_it_is_computed(kind: str, tmp_path: Path) ->
     torch.set_num_threads(1)
     if native.unavailable(torch.bfloat16) is None:
         assert (checked(load(tmp_path, dtype="bfloat16")) - expected).abs().max() < 1.0
-    for settings in (
+    for options in (
         {"quantization": "int4", "activation_dtype": "int8"},
         {"quantization": "int8", "dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
         {"kv_cache_dtype": "int16"},
     ):
-        checked(load(tmp_path, **settings))
+        checked(load(tmp_path, **options))
 
 
 def test_what_kernels_lack_is_computed_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,6 +77,16 @@ def test_what_kernels_lack_is_computed_by_transformers_code(tmp_path: Path, capl
     assert "the native kernels alone: experts clamped to 5.0 with a factor of 1.702" in caplog.text
 
 
+@pytest.mark.parametrize("bases", [[0.0, 10_000.0, 300.0], [0.0, 0.0, 0.0], [500.0, 500.0, 500.0]])
+def test_a_layer_has_the_rope_of_its_own_base(bases: list[float], tmp_path: Path) -> None:
+    """Granite with windows; a base of 0 is no RoPE."""
+    random_checkpoints.write(
+        tmp_path, "granite_swa", settings("granite_swa", 0) | {"layer_rope_theta": bases}, common={}
+    )
+    assert served_or_refused(tmp_path) is None  # computed as transformers does
+    assert len(checked(load(tmp_path))) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [("mixtral", {"num_experts_per_tok": 9}), ("glm4", {"partial_rotary_factor": 1.5})],
@@ -85,4 +97,12 @@ def test_sizes_that_do_not_fit_reach_no_kernel(kind: str, changes: dict[str, Any
     config["rope_parameters"].pop("partial_rotary_factor", None)
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(StartupError, match="config"):
+        load_model(EmbeddedConfig(model_path=tmp_path, device="cpu", dtype="float32"))
+
+
+def test_norms_that_do_not_fit_reach_no_kernel(tmp_path: Path) -> None:
+    """OLMoE's are as wide as hidden states, whatever its heads are together."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    random_checkpoints.write(tmp_path, "olmoe", settings("olmoe", 0) | heads, common={})
+    with pytest.raises(StartupError, match="a norm of 64 elements cannot be that of rows of 128"):
         load_model(EmbeddedConfig(model_path=tmp_path, device="cpu", dtype="float32"))

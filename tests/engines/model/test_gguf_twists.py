@@ -116,6 +116,7 @@ def test_a_weight_of_two_types_of_tensors(kind: str, weight: str, tmp_path: Path
         ("gemma2", "gemma2.attention.scale", 0.5, "gemma2.attention.scale is not supported"),
         ("gemma2", "gemma2.attention.sliding_window", None, "it lacks gemma2.attention.sliding_window"),
         ("granite", "granite.residual_scale", "much", "granite.residual_scale must be a number above 0"),
+        ("granite", "granite.rope.scaling.finetuned", False, "granite.rope.scaling.finetuned must be true: layers"),
         ("granitemoe", "granitemoe.expert_count", 0, "tensor blk.0.ffn_gate_inp.weight must be of shape [0, 64]"),
         ("granitemoe", "granitemoe.expert_shared_feed_forward_length", 64, "_feed_forward_length is not supported"),
         ("glm4", "glm4.rope.dimension_count", 7, "glm4.rope.dimension_count must be even and at most 16"),
@@ -134,6 +135,17 @@ def test_what_is_not_read_is_refused(kind: str, key: str, value: object, said: s
     with pytest.raises(StartupError) as refused:
         converted(source, tmp_path)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("window", [0, 24, None])
+def test_a_window_of_0_is_none(window: int | None, tmp_path: Path, tiny: Path) -> None:
+    """As the files of Phi-4 have it."""
+    write_checkpoint(tmp_path / "source", "phi3", tiny)
+    source = TwistedSource(tmp_path / "source")
+    del source.metadata["phi3.attention.sliding_window"]
+    source.metadata |= {} if window is None else {"phi3.attention.sliding_window": window}
+    config = json.loads((converted(source, tmp_path) / "config.json").read_text())
+    assert config["sliding_window"] == (window or None)
 
 
 def split(source: TwistedSource, directory: Path) -> list[Path]:

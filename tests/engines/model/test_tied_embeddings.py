@@ -5,6 +5,7 @@ the checkpoint.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from effort import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import COMMON, EVERY_TYPE, GEMMA, MIXTURE
+from served_checkpoint import load, logits, served_or_refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.engines.embedded.config import EmbeddedConfig
@@ -31,6 +33,10 @@ from worker.engines.embedded.model.kernels import TORCH, native_kernels
 from worker.engines.embedded.model.linear import Linear, linears
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.panels import Panels, lookup
+from worker.engines.embedded.model.updates import PackedUpdates
+from worker.models.weight_files import SINGLE
+from worker.quantize.output import write_quantised
+from worker.tiny_model import write_tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 TYPES: dict[str, dict[str, Any]] = {
@@ -198,6 +204,52 @@ def test_logits_are_those_of_a_weight_held_twice(model_type: str, monkeypatch: p
     with torch.inference_mode():
         logits = [network.logits(hidden[0].clone()) for network in networks]
     assert torch.equal(logits[0], logits[1])
+
+
+@pytest.fixture
+def untied(tmp_path: Path) -> Path:
+    """A checkpoint that is to be tied by its configuration, with an output layer of its own."""
+    path = write_tiny_model(tmp_path / "untied", arch="qwen3")
+    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"]
+    weights = safetensors.torch.load_file(path / SINGLE)
+    head = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    safetensors.torch.save_file(weights | {"lm_head.weight": head}, path / SINGLE, metadata={"format": "pt"})
+    return path
+
+
+def test_what_differs_is_not_tied(untied: Path, tmp_path: Path) -> None:
+    """As transformers does; quantised, too."""
+    assert served_or_refused(untied) is None  # computed as transformers does
+    write_quantised(untied, "int8", tmp_path / "quantised")
+    exact, *rounded = (
+        logits(load(path, activation_dtype="none", quantization=quantization))
+        for path, quantization in ((untied, "none"), (tmp_path / "quantised", "auto"), (tmp_path / "quantised", "none"))
+    )
+    for found in rounded:
+        assert (found - exact).norm() < 0.2 * exact.norm()
+    updates = PackedUpdates(load(untied, kernels="native"))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} < set(updates.shapes)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_there_twice_is_held_once(keeps: bool, untied: Path, tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(untied / SINGLE)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(weights, untied / SINGLE, metadata={"format": "pt"})
+    write_quantised(untied, "int8", tmp_path / "quantised")
+    model = load(tmp_path / "quantised", kernels="native", quantization="auto" if keeps else "none")
+    assert isinstance(model.network, LlamaNetwork)
+    assert model.network.is_tied
+    assert "lm_head.weight" not in PackedUpdates(model).shapes
+
+
+def test_a_head_that_is_no_number_is_refused(untied: Path) -> None:
+    weights = safetensors.torch.load_file(untied / SINGLE)
+    weights["lm_head.weight"][3, 5] = torch.nan
+    safetensors.torch.save_file(weights, untied / SINGLE, metadata={"format": "pt"})
+    said = served_or_refused(untied)
+    assert said is not None
+    assert "tensor lm_head.weight holds a number that is infinite or not a number" in said
 
 
 @pytest.mark.parametrize("packs", [True, False])

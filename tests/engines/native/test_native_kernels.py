@@ -489,6 +489,16 @@ def test_a_soft_cap_holds_whatever_is_beyond_it(path: str, dtype: torch.dtype) -
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=0)
 
 
+def test_rows_of_another_width_are_refused() -> None:
+    """The kernels would read beside the rows, or beside the weight."""
+    for width in (7, 9, 16):
+        rows = torch.zeros(3, width)
+        with pytest.raises(ValueError, match=f"a weight of 8 columns cannot be multiplied by rows of {width}"):
+            native.linear(rows, packed(torch.zeros(5, 8)))
+        with pytest.raises(ValueError, match=f"a norm of 8 elements cannot be that of rows of {width}"):
+            native.rms_norm(rows, torch.zeros(8), 1e-5)
+
+
 def test_what_no_soft_cap_computes_is_refused() -> None:
     with pytest.raises(ValueError, match="contiguous float32"):
         native.soft_cap(torch.zeros(4, 4).T[:2], 1.0)

@@ -19,6 +19,8 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
+_STRETCHED_ONCE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
+"""Model types whose RoPE of type ``dynamic`` has, beside an ``alpha``, one base for all lengths."""
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -38,7 +40,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
     _told(directory, check_config, settings)
     _told(directory, quantization_of, settings)
     for key in _ROPE_KEYS:
-        if "dynamic" in _rope_types(settings.get(key) or {}):
+        rope = settings.get(key) or {}
+        is_static = settings["model_type"] in _STRETCHED_ONCE and rope.get("alpha")
+        if "dynamic" in _rope_types(rope) and not is_static:
             raise StartupError(
                 f"--model-path {directory}: config.json: {key}: rope type 'dynamic' is not served by the embedded "
                 "engine: its frequencies depend on the longest sequence of a batch, so that cached keys would change"

@@ -7,6 +7,7 @@ Importing transformers takes long, so this module is imported where there is no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from worker.errors import StartupError, one_line
 from worker.models.config_json import CONFIG, check_bounds, geometry_of
 from worker.models.geometry import Geometry
 from worker.models.model_types import MODEL_TYPES
-from worker.models.problems import ModelFileError
+from worker.models.problems import ModelFileError, shown
 from worker.models.quantised import CODES, OFFSETS, SCALES, format_of
 from worker.models.quantization_config import quantization_of
 from worker.models.weight_files import WeightFiles
 
 UNREADABLE = (
     *(OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError, AssertionError),
-    *(SafetensorError, StrictDataclassError),
+    *(SafetensorError, StrictDataclassError, NameError),
 )
 """Errors of transformers and its libraries for a checkpoint that is damaged, or whose config.json
 makes no model.
@@ -36,6 +37,7 @@ makes no model.
 _LARGEST_CODE = 128.0
 """The largest code of quantised weights, as a factor of the scale."""
 
+_HEAD = "lm_head.weight"
 _FIELDS = tuple(Geometry.__dataclass_fields__)
 
 
@@ -60,12 +62,17 @@ def read_checked(directory: Path, settings: Mapping[str, Any], dtype: torch.dtyp
         found = {name: getattr(config, name, None) for name in _FIELDS}
         files = WeightFiles(directory, format_of(settings) is not None, quantization)
         geometry = None
+        names: Iterable[str] = files.plain
         if settings["model_type"] in MODEL_TYPES:
-            geometry = geometry_of(found, settings)
-            files.check(geometry)
+            stored = geometry = geometry_of(found, settings)
+            if files.holds(_HEAD):  # which may be computed with although embeddings are to be tied
+                stored = replace(geometry, tie_word_embeddings=False)
+            files.check(stored)
+            names = files.names(stored)
         else:
             check_bounds(found)
-        check_finite(files, files.plain if geometry is None else files.names(geometry), dtype)
+            files.check_types()
+        check_finite(files, names, dtype)
     except ModelFileError as error:
         raise StartupError(f"--model-path {directory}: {error}") from None
     return config, geometry
@@ -77,8 +84,26 @@ def configuration(directory: Path) -> Any:
         found = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         raise ModelFileError(f"{CONFIG}: {one_line(error)}") from error
+    found._attn_implementation = found._experts_implementation = None  # none of it runs, and it may be code to fetch
     check_factors(found)
+    _check_windows(found)
     return found
+
+
+def _check_windows(config: Any) -> None:
+    """Raises `ModelFileError` unless layers that are to have a window are told how wide it is:
+    transformers computes nothing then, or with a window in masks alone.
+    """
+    kind = type(config)
+    if not hasattr(kind, "layer_types") or "sliding_attention" not in (config.layer_types or ()):
+        return
+    if hasattr(kind, "use_sliding_window") and not config.use_sliding_window:
+        raise ModelFileError(f"{CONFIG}: use_sliding_window must be true where layer_types has sliding_attention")
+    if (config.sliding_window or 0) < 1:
+        raise ModelFileError(
+            f"{CONFIG}: sliding_window must be at least 1 where layer_types has sliding_attention, got "
+            f"{shown(config.sliding_window)}"
+        )
 
 
 def check_finite(files: WeightFiles, names: Iterable[str], dtype: torch.dtype) -> None:

@@ -47,10 +47,10 @@ class DecoderNetwork(Network):
     def __init__(self, network: Any, kernels: KernelBackend, num_positions: int = 0) -> None:
         super().__init__()
         config, model = network.config, network.model
-        if getattr(config, "clip_qkv", None) is not None:
+        if _own(config, "clip_qkv", None) is not None:
             raise NotNative("clip_qkv")
         self._dtype: torch.dtype = network.dtype
-        ropes = Ropes.of(model.rotary_emb)
+        ropes = Ropes.of(model)
         self._ropes, self._kernels = ropes.ropes, kernels
         self._is_interleaved = TWISTS[config.model_type].is_interleaved
         norm = Norm.of(model.norm, kernels)
@@ -79,12 +79,12 @@ class DecoderNetwork(Network):
         self._head.pack(kernels)
         scale = getattr(embedding, "embed_scale", None)  # only Gemma's embeddings have it, rounded
         if scale is None:
-            self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
+            self._embedding_scale = float(_own(config, "embedding_multiplier", 1.0))
         else:
             self._embedding_scale = float(torch.as_tensor(scale).to(self._dtype))
         self._embed = Embedding(embedding.weight, self._head, is_tied, self._dtype)
-        self._logits_divisor = float(getattr(config, "logits_scaling", 1.0))
-        self._logits_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logits_divisor = float(_own(config, "logits_scaling", 1.0))
+        self._logits_cap: float | None = _own(config, "final_logit_softcapping", None)
         self._tables: RopeTables | None = None
         width = 2 * len(self._ropes[0].frequencies)
         if 0 < 2 * num_positions * len(self._ropes) * width * self._dtype.itemsize <= _MOST_TABLES:
@@ -177,6 +177,13 @@ class DecoderNetwork(Network):
         if self._logits_cap is not None:
             logits = self._kernels.soft_cap(logits, self._logits_cap)
         return logits
+
+
+def _own(config: Any, key: str, default: Any) -> Any:
+    """The value of a key of a configuration's own; `default` for one of another model type, which
+    transformers keeps and does not compute with.
+    """
+    return getattr(config, key) if hasattr(type(config), key) else default
 
 
 def decoder_network(network: Any, kernels: KernelBackend, num_positions: int) -> DecoderNetwork | None:

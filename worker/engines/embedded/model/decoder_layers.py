@@ -98,25 +98,37 @@ class Ropes:
     Attributes:
         ropes: Different ones, which rotate the same number of elements.
         of_types: Index by the type of a layer; of ``""`` where all layers have one.
+        of_layers: Index by layer, None for a layer without RoPE; empty where `of_types` tells.
     """
 
     ropes: list[Rope]
     of_types: dict[str, int]
+    of_layers: tuple[int | None, ...] = ()
 
     @classmethod
-    def of(cls, rotary: Any) -> Ropes:
-        """The RoPEs of transformers' module; raises `NotNative` if one depends on the text."""
+    def of(cls, model: Any) -> Ropes:
+        """The RoPEs of transformers' base model; raises `NotNative` if one depends on the text."""
+        rotary = model.rotary_emb
         by_type = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
-        ropes = []
-        for layer_type, kind in by_type.items():
-            if kind not in _STATIC_ROPES:
-                raise NotNative(f"RoPE of type {kind}")
-            prefix = f"{layer_type}_" if layer_type else ""
-            scaling = float(getattr(rotary, f"{prefix}attention_scaling"))
-            ropes.append(Rope(getattr(rotary, f"{prefix}inv_freq").float(), scaling))
+        own = list(getattr(model, "rotary_embs", ()))  # of different bases, one of which each layer has, 0 for none
+        of_layers: tuple[int | None, ...] = ()
+        if hasattr(model, "rotary_embs"):
+            bases = [each.config.rope_parameters["rope_theta"] for each in own]
+            of_layers = tuple(bases.index(base) if base else None for base in model.config.layer_rope_theta)
+        ropes = [_rope_of(each, layer_type) for each in own or [rotary] for layer_type in by_type]
         if len({len(rope.frequencies) for rope in ropes}) != 1:
             raise NotNative("RoPE of several widths")
-        return cls(ropes, {layer_type: index for index, layer_type in enumerate(by_type)})
+        return cls(ropes, {layer_type: index for index, layer_type in enumerate(by_type)}, of_layers)
+
+
+def _rope_of(rotary: Any, layer_type: str) -> Rope:
+    """The RoPE of transformers' module for a type of layers; ``""`` for all."""
+    kind = rotary.rope_type[layer_type] if layer_type else rotary.rope_type
+    if kind not in _STATIC_ROPES:
+        raise NotNative(f"RoPE of type {kind}")
+    prefix = f"{layer_type}_" if layer_type else ""
+    scaling = float(getattr(rotary, f"{prefix}attention_scaling"))
+    return Rope(getattr(rotary, f"{prefix}inv_freq").float(), scaling)
 
 
 class ModelLayer(torch.nn.Module):
@@ -366,6 +378,8 @@ def _rope(attention: Any, index: int, config: Any, ropes: Ropes, twists: Twists)
         return None
     if twists.rotates_windows_alone and attention.sliding_window is not None and not attention.is_sliding:
         return None
+    if ropes.of_layers:
+        return ropes.of_layers[index]
     return ropes.of_types.get("", 0) if "" in ropes.of_types else ropes.of_types[config.layer_types[index]]
 
 

@@ -89,6 +89,8 @@ class Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        if not self.out_features or not self.in_features:  # of which the kernels would leave results as memory has them
+            raise ValueError(f"a linear layer of shape {list(weight.shape)} has no elements")
         self.activation = activation
         self.adapters: Callable[[int], GemmAdapters | None] | None = None
         self.tiling = GemmTiling()

@@ -52,6 +52,11 @@ class LlamaNetwork(Network):
         if 0 < num_bytes <= _MOST_TABLES:
             self._tables = self._rope.tables(torch.arange(num_positions, device=frequencies.device), weights.dtype)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether output layer and embedding are one weight."""
+        return self._is_tied
+
     def packed(self) -> LlamaWeights | None:
         """The weights as the native kernels read them; None if other kernels compute a part."""
         layers = [layer.packed() for layer in self._layers if isinstance(layer, _Layer)]

@@ -170,8 +170,14 @@ def _softmax(
 
 
 def _sum(
-    func: Any, input: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+    func: Any,
+    input: torch.Tensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    keepdims: bool = False,  # numpy's name, which torch takes, too
 ) -> Any:
+    keepdim = keepdim or keepdims
     dims = [dim] if isinstance(dim, int) else dim
     if not input.is_floating_point():
         return func(input, dim, keepdim=keepdim) if dim is not None else func(input)

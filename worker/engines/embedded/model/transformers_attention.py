@@ -127,6 +127,10 @@ class AttentionProbe:
         return value[:, :1].expand(-1, heads, -1)
 
 
+_UNSAID: Any = object()
+"""Default of an argument, which may be None."""
+
+
 def attention(
     module: Any,
     query: torch.Tensor,
@@ -135,12 +139,14 @@ def attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNSAID,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; the forward pass is `CURRENT`."""
+    if sliding_window is _UNSAID:  # transformers' mask has the module's
+        sliding_window = getattr(module, "sliding_window", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     with torch._C.DisableTorchFunction():
         return CURRENT.get().attend(query, key, value, scale, sliding_window or 0, softcap, s_aux), None

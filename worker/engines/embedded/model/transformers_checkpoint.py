@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from worker.engines.embedded.model.longrope import settle_factors
 from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
-from worker.engines.embedded.model.quantised_experts import join_experts, place_expert, place_stacked
+from worker.engines.embedded.model.quantised_experts import OneWeight, join_experts, place_expert, place_stacked
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
@@ -71,12 +72,14 @@ def facts_of(
     if geometry is None:
         assert generic is not None, "the tensors of a Llama are known"
         geometry = _measured(generic, config, directory)
+    if isinstance(network, LlamaNetwork):  # config.json may say so of weights that differ
+        geometry = replace(geometry, tie_word_embeddings=network.is_tied)
     vocab_size = geometry.vocab_size
     return ModelFacts(
         dtype=dtype,
         geometry=geometry,
         softcap=None if generic is None else generic.calls[0].softcap,
-        eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if token < vocab_size),
+        eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if 0 <= token < vocab_size),
         undecodable_ids=undecodable_ids(directory, vocab_size),
         weights=weights,
     )
@@ -262,7 +265,7 @@ def filled_network(
     except (ModelFileError, *UNREADABLE) as error:
         raise StartupError(f"--model-path {directory}: cannot load it: {one_line(error)}") from error
     if config.tie_word_embeddings:
-        _set_weight(network, "lm_head.weight", network.model.embed_tokens.weight)
+        _tie(network)
     missing = [name for name, value in network.state_dict().items() if value.is_meta]
     if missing:
         names = ", ".join(sorted(missing)[:3])
@@ -330,6 +333,22 @@ def _set_weight(network: Any, name: str, weight: Weight) -> None:
         module._parameters[leaf] = torch.nn.Parameter(weight, requires_grad=False)
     else:
         setattr(module, leaf, weight)
+
+
+def _tie(network: Any) -> None:
+    """Tie embeddings as transformers does: not those of which a checkpoint has both, unlike."""
+    head, embedding = network.lm_head.weight, network.model.embed_tokens.weight
+    if getattr(head, "is_meta", False) or _are_equal(head, embedding):
+        _set_weight(network, "lm_head.weight", embedding)
+
+
+def _are_equal(one: OneWeight, other: OneWeight) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if one.layout != other.layout:
+        return False
+    parts = ((one.codes, other.codes), (one.scales, other.scales), (one.offsets, other.offsets))
+    return all(mine is None or its is None or torch.equal(mine, its) for mine, its in parts)
 
 
 def _weights(files: WeightFiles) -> Iterable[tuple[str, Weight]]:

@@ -122,11 +122,14 @@ def linear(
         adapters: LoRA of the rows, which is added to the sums; None if no row has one.
 
     Raises:
-        ValueError: the epilogue needs `other`, or adapters are those of other rows.
+        ValueError: rows have another width than the weight's, the epilogue needs `other`, or
+            adapters are those of other rows.
         MemoryError: there is no memory for the rows in float32, as AVX2 and plain C read them, or
             for rounded rows.
     """
     rows, dtype = x.shape[0], x.dtype
+    if x.shape[1] != gemm.inner:
+        raise ValueError(f"a weight of {gemm.inner} columns cannot be multiplied by rows of {x.shape[1]}")
     if epilogue in WITH_OTHER and other is None:
         raise ValueError(f"epilogue {epilogue} needs another operand")
     x = x.contiguous()

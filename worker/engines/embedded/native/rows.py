@@ -14,10 +14,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         x: ``[..., K]``.
         weight: ``[K]``, computed with in float32.
         epsilon: Added to the mean.
+
+    Raises:
+        ValueError: rows have another width than the weight.
     """
+    width = x.shape[-1]
+    if weight.shape != (width,):
+        raise ValueError(f"a norm of {weight.numel()} elements cannot be that of rows of {width}")
     x, weight = x.contiguous(), weight.float()
     output = torch.empty_like(x)
-    width = x.shape[-1]
     kernels = library(x.dtype)
     arguments = kernels.rms_norm_t(
         x=x.data_ptr(),
