@@ -80,7 +80,7 @@ def test_any_pieces_of_any_tensors(
 ) -> None:
     """Their bytes, and nothing beside them: pieces that are large or many are shared by threads."""
     if kernels == "none":
-        monkeypatch.setattr(host_copy, "unavailable", lambda dtype: "there is no compiler")
+        monkeypatch.setattr(host_copy, "are_available", lambda: False)
         monkeypatch.setattr(host_copy, "MAX_PIECES", 5)
     source, theirs, chooses = np.uint64(peer.ask("memory", SIZE, 5)), numbers(SIZE, 5), random.Random(0)
     assert peer.process.pid is not None
@@ -133,7 +133,7 @@ def test_a_process_without_the_token_is_not_written_to(transport: KvTransport) -
 @pytest.mark.parametrize("kernels", WAYS)
 def test_memory_that_is_not_there_is_an_error(peer: Peer, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels == "none":
-        monkeypatch.setattr(host_copy, "unavailable", lambda dtype: "there is no compiler")
+        monkeypatch.setattr(host_copy, "are_available", lambda: False)
     handle, ours = peer.grant([0]), np.zeros(4, dtype=np.int64)
     assert handle.process is not None
     here, there = (np.array([each], dtype=np.uint64) for each in (ours.ctypes.data, handle.token_address))

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.engines.embedded.native import library, unavailable
+from worker.engines.embedded.native import library
+from worker.engines.embedded.native.weights import are_available
 from worker.engines.embedded.transfer.layout import Array
 from worker.engines.embedded.transfer.leases import WORD_BYTES
 from worker.engines.embedded.transfer.nixl import TransferError
@@ -72,7 +73,7 @@ def copy_from(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.in
     Raises:
         TransferError: the process is gone, or the memory is not its own.
     """
-    copy = _copy_on_threads if unavailable(torch.float32) is None else _copy_on_one
+    copy = _copy_on_threads if are_available() else _copy_on_one
     failure = copy(number, ours, theirs, pieces)
     if failure:
         reason = os.strerror(failure) if failure > 0 else "some of it is not there"
