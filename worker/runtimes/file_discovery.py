@@ -61,9 +61,8 @@ class FileEntries:
 
     def __init__(self, directory: Path, instance_id: int) -> None:
         self._directory = directory.absolute()
-        self._aside = (
-            self._directory / f".{instance_id:x}"
-        )  # not of the process: containers that share it number theirs alike
+        # Named by the instance: containers that share the directory number their processes alike.
+        self._aside = self._directory / f".{instance_id:x}"
         self._names = re.compile(rf".*%2F{instance_id:x}(%2F.*)?", re.DOTALL)
         self._contents: dict[Path, bytes] = {}
         self._missing: set[Path] = set()
