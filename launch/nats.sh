@@ -50,11 +50,14 @@ done
 wait "$probe" || fail "the model does not answer"
 probe=
 served_model=$(< "$scratch/model")
+shown_url=$(sed -E 's#//[^/,]*@#//#g' <<< "$nats_url") # without user, password or token
+given_url=$nats_url
+[[ $shown_url == "$nats_url" ]] || given_url='"$NATS_URL"'
 cat <<TEXT
 
-$launch_name: ready. $served_model answers at $nats_url; Ctrl-C stops it. Try:
+$launch_name: ready. $served_model answers at $shown_url; Ctrl-C stops it. Try:
 
-$python $repository/examples/nats_client.py "Hello" --model "$served_model" --url $nats_url
+$python $repository/examples/nats_client.py "Hello" --model "$served_model" --url $given_url
 
 TEXT
 watch

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "frontDoor": {"env": [{"name": "C", "value": "d"}]},
         },
     ),
+    "a long drain": ("pair", {"disaggregated": True, "workers": {"drainTimeoutSeconds": 300}}),
     "names that YAML would read as something else": (
         "123",
         {
@@ -181,6 +182,19 @@ def test_arguments_and_variables_are_added(rendered: dict[str, dict[str, str] | 
     assert worker["env"] == [*plain_ones[2]["env"], {"name": "A", "value": "b"}]
     without = [each for each in plain_ones[2]["args"] if each not in ("--kv-blocks", "2048")]
     assert worker["args"] == [*without, "--max-num-seqs", "8"]
+
+
+def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, dict[str, str] | str]) -> None:
+    """And as much beyond it as with the drain of the manifests, which is 30 s."""
+    (longer,), (plain,) = resources(rendered, "a long drain"), resources(rendered, "disagg")
+    for one, other in zip(longer["spec"]["components"], plain["spec"]["components"], strict=True):
+        pod, usual = (each["podTemplate"]["spec"] for each in (one, other))
+        is_worker = one["type"] in ("prefill", "decode")
+        assert pod["terminationGracePeriodSeconds"] - usual["terminationGracePeriodSeconds"] == (270 * is_worker)
+        (given,), (known,) = (
+            [each["args"] for each in one["containers"] if each["name"] == "main"] for one in (pod, usual)
+        )
+        assert given == [*known, *(["--drain-timeout-s", "300"] if is_worker else [])]
 
 
 def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, dict[str, str] | str]) -> None:

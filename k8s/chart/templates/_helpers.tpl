@@ -93,6 +93,10 @@ securityContext:
 {{- end }}
 - --enable-kv-routing
 - {{ $values.router | quote }}
+{{- if ne (int $values.workers.drainTimeoutSeconds) 30 }}
+- --drain-timeout-s
+- {{ int $values.workers.drainTimeoutSeconds | quote }}
+{{- end }}
 {{- with $values.workers.args }}
 {{ toYaml . }}
 {{- end }}
@@ -149,7 +153,7 @@ scalingAdapter: {}
 {{- end }}
 podTemplate:
   spec:
-    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (eq .type "prefill" | ternary 105 75)) | nindent 4 }}
+    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (add (int $values.workers.drainTimeoutSeconds) (eq .type "prefill" | ternary 75 45))) | nindent 4 }}
     containers:
       - name: main
         image: {{ include "dlw.imageOf" (dict "root" .root "engine" $values.engine) | quote }}
