@@ -6,6 +6,7 @@ import ctypes
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +66,13 @@ def test_a_neighbour_is_read_without_a_connection(peer: Peer, transport: KvTrans
 def test_a_page_takes_one_call(peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     handle, sizes = peer.grant([1]), []
 
-    def counted(number: int, ours: Array, theirs: Array, pieces: Pieces) -> None:
-        sizes.append((len(ours), len(pieces)))
-        copy_from(number, ours, theirs, pieces)
+    def counted(number: int, ours: Array, theirs: Array, pieces: Pieces, part: tuple[int, int]) -> None:
+        sizes.append(part)
+        copy_from(number, ours, theirs, pieces, part)
 
     monkeypatch.setattr(transports, "copy_from", counted)
     read_page(peer, transport, handle)
-    assert sizes == [(2 * LAYOUT.layers, 1)]
+    assert sizes == [(0, 2 * LAYOUT.layers)]
 
 
 @pytest.mark.parametrize("kernels", WAYS)
@@ -90,10 +91,11 @@ def test_any_pieces_of_any_tensors(
         pieces = np.array([[to * size, of * size, chooses.randint(1, size)] for to, of in zip(*ends, strict=True)])
         ours, expected = np.zeros(SIZE, dtype=np.uint8), np.zeros(SIZE, dtype=np.uint8)
         tensors = np.array([0, SIZE // 3, 2 * (SIZE // 3)], dtype=np.uint64)
-        for tensor in tensors.tolist():
-            for to, of, length in pieces.tolist():
+        part = chooses.randrange(count), chooses.randint(count, 3 * count)
+        for number, (tensor, (to, of, length)) in enumerate(product(tensors.tolist(), pieces.tolist())):
+            if part[0] <= number < part[1]:
                 expected[tensor + to : tensor + to + length] = theirs[tensor + of : tensor + of + length]
-        copy_from(peer.process.pid, tensors + np.uint64(ours.ctypes.data), tensors + source, pieces)
+        copy_from(peer.process.pid, tensors + np.uint64(ours.ctypes.data), tensors + source, pieces, part)
         assert np.array_equal(ours, expected), count
 
 
@@ -140,9 +142,9 @@ def test_memory_that_is_not_there_is_an_error(peer: Peer, kernels: str, monkeypa
     word, nothing = [0, 0, 8], [8, 8 - handle.token_address, 8]
     for pieces, said in (([nothing, word], "Bad address"), ([word, nothing], "some of it is not there")):
         with pytest.raises(TransferError, match=said):
-            copy_from(handle.process.number, here, there, np.array(pieces))
+            copy_from(handle.process.number, here, there, np.array(pieces), (0, 2))
     with pytest.raises(TransferError, match="No such process"):
-        copy_from(2**22 + 1, here, here, np.array([word]))
+        copy_from(2**22 + 1, here, here, np.array([word]), (0, 1))
 
 
 def test_a_peer_that_dies_behind_its_last_piece(

@@ -97,11 +97,12 @@ KERNEL void fill_panels(const void *rows, int64_t count, int64_t width, int32_t 
 /* x = cap * tanh(x / cap) for each of `count` numbers. */
 KERNEL void soft_cap(float *x, int64_t count, float cap, const threads_t *threads);
 
-/* Copies pieces of `tensors` tensors from the process with that id, which has them at `theirs`. A row of `pieces` [count][3]
- * is an offset in ours, one in theirs, and a size, all in bytes. Returns 0, an errno, or -1 if a piece is not all there.
+/* Copies pieces of tensors from the process with that id, which has them at `theirs`: those from number `start` on, before
+ * `stop`, of `count` in each tensor. A row of `pieces` [count][3] is an offset in ours, one in theirs, and a size, all in
+ * bytes. Returns 0, an errno, or -1 if a piece is not all there.
  */
-KERNEL int32_t copy_from_process(int64_t process, const uint64_t *ours, const uint64_t *theirs, int64_t tensors,
-                                 const int64_t (*pieces)[3], int64_t count, const threads_t *threads);
+KERNEL int32_t copy_from_process(int64_t process, const uint64_t *ours, const uint64_t *theirs, const int64_t (*pieces)[3],
+                                 int64_t count, int64_t start, int64_t stop, const threads_t *threads);
 #endif
 
 #endif

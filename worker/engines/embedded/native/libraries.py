@@ -145,7 +145,7 @@ class KernelLibrary(ctypes.CDLL):
             "weigh": (_INT64, (weighing, _POINTER, _INT64, _POINTER, _POINTER)),
             "take_prefix": (_INT64, (weighing, _POINTER, *[_INT64] * 3, *[_POINTER] * 3)),
             **{f"round_{kind}": (None, (blocks, _POINTER)) for kind in ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")},
-            "copy_from_process": (_INT32, (_INT64, _POINTER, *[_POINTER, _INT64] * 2, _POINTER)),
+            "copy_from_process": (_INT32, (_INT64, *[_POINTER] * 3, *[_INT64] * 3, _POINTER)),
             "fill_panels": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _POINTER)),
             "kernels_compute_alone": (None, ()),
             "kernels_have_fma": (_INT32, ()),

@@ -13,12 +13,14 @@ enum {
     ALONE = 128 * 1024, /* bytes that one thread copies sooner than it wakes another */
 };
 
-/* Pieces of tensors: `count` of each, the same in all. A row of `pieces` is an offset in ours, one in theirs, and a size. */
+/* Pieces of tensors, from number `start` on: `count` of each tensor, the same in all. A row of `pieces` is an offset in ours,
+ * one in theirs, and a size.
+ */
 typedef struct {
     int64_t process;
     const uint64_t *ours, *theirs;
     const int64_t (*pieces)[3];
-    int64_t count;
+    int64_t count, start;
     _Atomic int32_t *failure;
 } process_copy_t;
 
@@ -29,7 +31,8 @@ copy_in_one_call(const process_copy_t *copy, int64_t first, int64_t count)
     struct iovec ours[PIECES], theirs[PIECES];
     ssize_t wanted = 0;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t tensor = (first + i) / copy->count, *piece = copy->pieces[(first + i) % copy->count];
+        const int64_t number = copy->start + first + i, tensor = number / copy->count;
+        const int64_t *piece = copy->pieces[number % copy->count];
         ours[i] = (struct iovec){(void *)(uintptr_t)(copy->ours[tensor] + piece[0]), piece[2]};
         theirs[i] = (struct iovec){(void *)(uintptr_t)(copy->theirs[tensor] + piece[1]), piece[2]};
         wanted += piece[2];
@@ -54,15 +57,15 @@ copy_pieces(const void *arguments, int64_t first, int64_t stop)
 }
 
 int32_t
-copy_from_process(int64_t process, const uint64_t *ours, const uint64_t *theirs, int64_t tensors,
-                  const int64_t (*pieces)[3], int64_t count, const threads_t *threads)
+copy_from_process(int64_t process, const uint64_t *ours, const uint64_t *theirs, const int64_t (*pieces)[3], int64_t count,
+                  int64_t start, int64_t stop, const threads_t *threads)
 {
     _Atomic int32_t failure = 0;
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; i++)
         bytes += pieces[i][2];
-    const process_copy_t copy = {process, ours, theirs, pieces, count, &failure};
-    parallel_for(threads, tensors * count, ALONE * count / (bytes + 1) + 1, copy_pieces, &copy);
+    const process_copy_t copy = {process, ours, theirs, pieces, count, start, &failure};
+    parallel_for(threads, stop - start, ALONE * count / (bytes + 1) + 1, copy_pieces, &copy);
     return failure;
 }
 #endif

@@ -27,6 +27,8 @@ from worker.engines.embedded.transfer.layout import Array
 from worker.engines.embedded.transfer.leases import WORD_BYTES
 from worker.engines.embedded.transfer.nixl import TransferError
 
+Pieces = npt.NDArray[np.int64]
+
 MAX_PIECES = 1024
 """Most pieces of a system call (Linux's ``UIO_MAXIOV``)."""
 
@@ -60,7 +62,7 @@ def this_process() -> HostProcess | None:
         return None
 
 
-def copy_from(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.int64]) -> None:
+def copy_from(number: int, ours: Array, theirs: Array, pieces: Pieces, part: tuple[int, int]) -> None:
     """Copy pieces of tensors in another process's memory: with native kernels on all of torch's
     threads, else on one.
 
@@ -69,36 +71,36 @@ def copy_from(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.in
         ours: Addresses ``[t]`` of our tensors, in uint64.
         theirs: Addresses ``[t]`` of the other process's.
         pieces: ``[n, 3]`` of every tensor, in bytes: offset in ours, offset in theirs, size.
+        part: Numbers of the pieces to copy, the first and one past the last: piece i of tensor j
+            has number j * n + i.
 
     Raises:
         TransferError: the process is gone, or the memory is not its own.
     """
     copy = _copy_on_threads if are_available() else _copy_on_one
-    failure = copy(number, ours, theirs, pieces)
+    failure = copy(number, ours, theirs, pieces, part)
     if failure:
         reason = os.strerror(failure) if failure > 0 else "some of it is not there"
         raise TransferError(f"memory of process {number} cannot be copied: {reason}")
 
 
-def _copy_on_threads(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.int64]) -> int:
+def _copy_on_threads(number: int, ours: Array, theirs: Array, pieces: Pieces, part: tuple[int, int]) -> int:
     """0, an errno, or -1 where a part is not there."""
     kernels = library(torch.float32)
-    failure: int = kernels.copy_from_process(
-        *(number, _address(ours), _address(theirs), len(ours), _address(pieces), len(pieces), kernels.threads())
-    )
+    addresses = _address(ours), _address(theirs), _address(pieces)
+    failure: int = kernels.copy_from_process(number, *addresses, len(pieces), *part, kernels.threads())
     return failure
 
 
-def _copy_on_one(number: int, ours: Array, theirs: Array, pieces: npt.NDArray[np.int64]) -> int:
+def _copy_on_one(number: int, ours: Array, theirs: Array, pieces: Pieces, part: tuple[int, int]) -> int:
     """The same."""
-    offsets, sizes = pieces.astype(np.uint64), pieces[:, 2]
-    for first in range(0, len(pieces), MAX_PIECES):
-        part = slice(first, first + MAX_PIECES)
-        for bases in zip(ours, theirs, strict=True):
-            to, of = (np.stack([base + offsets[part, side], offsets[part, 2]], 1) for side, base in enumerate(bases))
-            copied = _calls()["READ"](number, _address(to), len(to), _address(of), len(to), 0)
-            if copied != sizes[part].sum():
-                return ctypes.get_errno() if copied < 0 else -1
+    for first in range(*part, MAX_PIECES):
+        tensors, rows = np.divmod(np.arange(first, min(first + MAX_PIECES, part[1])), len(pieces))
+        chosen = pieces[rows].astype(np.uint64)
+        to, of = (np.stack([side[tensors] + chosen[:, i], chosen[:, 2]], 1) for i, side in enumerate((ours, theirs)))
+        copied = _calls()["READ"](number, _address(to), len(to), _address(of), len(to), 0)
+        if copied != int(chosen[:, 2].sum()):
+            return ctypes.get_errno() if copied < 0 else -1
     return 0
 
 

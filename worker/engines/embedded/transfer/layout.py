@@ -108,7 +108,7 @@ def descriptors(
     return tables
 
 
-def slices(sizes: Array, limit: int) -> list[tuple[int, int]]:
+def slices(sizes: Array | npt.NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
     """Consecutive ranges of descriptors of `limit` bytes at most, or of one descriptor."""
     if len(sizes) and int(sizes.sum()) <= limit:
         return [(0, len(sizes))]

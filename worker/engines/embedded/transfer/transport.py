@@ -376,17 +376,13 @@ class NeighbourRead(KvRead):
         self._pieces = np.array(pieces(transport.layout, pages, handle.pages, start, stop), dtype=np.int64)
         self._pieces *= transport.tensors[0].element_size()
         self._bases = transport.bases, np.array(handle.bases, dtype=np.uint64)
-        of_tensor = int(self._pieces[:, 2].sum())
-        self.num_bytes = of_tensor * len(handle.bases)
-        self._at_once = max(1, SLICE_BYTES // of_tensor)
-        self._next = 0
+        sizes = np.tile(self._pieces[:, 2], len(handle.bases))
+        self._slices = slices(sizes, SLICE_BYTES)
+        self.num_bytes = int(sizes.sum())
 
     def _advance(self) -> bool:
-        these = slice(self._next, self._next + self._at_once)
-        ours, theirs = self._bases
-        copy_from(self._number, ours[these], theirs[these], self._pieces)
-        self._next = these.stop
-        if self._next >= len(ours):  # all is here, if the token behind it is the lease's
+        copy_from(self._number, *self._bases, self._pieces, self._slices.pop(0))
+        if not self._slices:  # all is here, if the token behind it is the lease's
             token = read_word(self._number, self._handle.token_address)
             if token is None:
                 raise TransferError(f"process {self._number} is gone")
