@@ -25,7 +25,12 @@ def said(name: str, *arguments: str) -> str:
         else:
             with log.open("wb") as file:
                 status = subprocess.run(
-                    [sys.executable, *program], env=environment, stdout=file, stderr=file, timeout=100, check=False
+                    [sys.executable, *program],
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=file,
+                    timeout=100,
+                    check=False,
                 ).returncode
         text = log.read_text()
     assert status in (1, 2), text
