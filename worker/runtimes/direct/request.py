@@ -149,7 +149,8 @@ def _prompt(message: Mapping[str, Any], own: Mapping[str, Any], tokenizer: Any, 
     if tokenizer is None:
         raise InvalidRequest(given[0], "is text, and the model has no tokenizer; give token_ids")
     if given == ["prompt"]:
-        return list(tokenizer.encode(text("prompt", own["prompt"])))
+        # Without special tokens that it does not have in it, as in Dynamo's frontends.
+        return list(tokenizer.encode(text("prompt", own["prompt"]), add_special_tokens=False))
     return _chat(own, tokenizer, template)
 
 
