@@ -7,8 +7,8 @@ All on this machine, with a Llama of about 100 million random parameters where a
 *Transfer*: whole pages of a store of 24 tensors are read out of another process's memory, as a
 decode worker does it, and the same number of bytes are copied once, by one thread, out of memory
 that both processes have mapped and the other one has written, in turn; both in huge pages, and no
-page twice before all others. The target is 0.75 of the copy's speed. With ``UCX_TLS=all`` in the
-environment NIXL reads them.
+page twice before all others. The target is 0.75 of the copy's speed. The worker reads with one
+thread, or ``OMP_NUM_THREADS``; with ``UCX_TLS=all`` in the environment NIXL reads.
 
 *First token*: two engines, prompts of several lengths; the time from the handle to the first token
 at the decode engine, without the transfer and one decode step, which that token needs anywhere; the
@@ -209,10 +209,13 @@ def copy_once(
         for tensor, part in zip(tensors, shared, strict=True)
         for of, to in runs
     ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     began = time.perf_counter()
     for destination, origin in pairs:
         destination.copy_(origin)
     took = time.perf_counter() - began
+    torch.set_num_threads(threads)
     if not all((destination == 2.0).all() for destination, _ in pairs):
         raise RuntimeError("the copy is wrong")
     return took

@@ -97,8 +97,8 @@ _PROMPT_FIELDS: tuple[ClientField, ...] = (
         "prompt",
         _BOTH,
         "honoured",
-        "The prompt: text, without special tokens that it does not have in it (no BOS), token ids, or a list of either, "
-        "one choice each; of a chat token ids in place of messages.",
+        "The prompt: text, without special tokens that it does not have in it (no BOS), token ids, or a list of "
+        "either, one choice each; of a chat token ids in place of messages.",
         field_checks.prompt,
     ),
 )
