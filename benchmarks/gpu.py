@@ -1,7 +1,7 @@
 """The embedded engine on a GPU beside transformers, and the price of exact numerics there.
 
-    python benchmarks/gpu.py               # everything; five minutes
-    python benchmarks/gpu.py --rows 1 32   # some numbers of rows
+    .venv/bin/python benchmarks/gpu.py               # everything; five minutes
+    .venv/bin/python benchmarks/gpu.py --rows 1 32   # some numbers of rows
 
 Prints each measurement, and writes `results/gpu.md` and `results/gpu.json`. The model is a Llama of
 1.2 B random parameters in bfloat16, written to a directory that goes away.
