@@ -85,11 +85,14 @@ class Admission:
         if max(running.values(), default=0) < 2:
             return copies
         looked_at: set[str | None] = set()
+        pending: set[int] | None = None
         for request in order:
             if running[request.client] or request.client in looked_at:
                 continue
             looked_at.add(request.client)
-            if not self._may_begin(request, self._pending(self._queues.prefilling)):
+            if pending is None:
+                pending = self._pending(self._queues.prefilling)
+            if not self._may_begin(request, pending):
                 continue
             victims = self._victims(request)
             if not victims:
@@ -103,6 +106,9 @@ class Admission:
             copies += copied
             self._begin(request)
             running[request.client] += 1
+            pending = None
+            if max(running.values()) < 2:
+                break
         return copies
 
     def _victims(self, request: Request) -> list[Request]:
@@ -148,9 +154,11 @@ class Admission:
     def _awaits_prefix(self, request: Request, pending: set[int]) -> bool:
         """Whether more than half of what a request has to compute is about to be cached.
 
-        It then waits for that prefix hit: n choices of one prompt compute the prompt once.
+        It then waits for that prefix hit: n choices of one prompt compute the prompt once. What it
+        computes in any case, for the logits, is not waited for.
         """
         size, hashes = self._cache.block_size, request.block_hashes
         first = len(self._cache.match_prefix(request))
         last = first + (len(request.tokens) - first * size) // (2 * size)  # of as few blocks as are more than half
-        return last < len(hashes) and hashes[first] in pending and hashes[last] in pending  # and with it those between
+        # with the last one those between are pending
+        return last < request.num_reusable // size and hashes[first] in pending and hashes[last] in pending
