@@ -166,8 +166,11 @@ class Engine:
 
         Raises:
             InvalidRequest: it cannot be served.
+            ValueError: an argument is of another type.
         """
-        (group,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequest("prompts[0]", f"must be a text or a list of token ids, got {shown(prompt)}")
+        (group,) = self.session.prepare([prompt], _per_prompt(sampling_params, 1), _named(processors, 1))
         self._adapt([group], adapter)
         self.session.add(group)
         return group.id
