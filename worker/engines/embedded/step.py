@@ -175,6 +175,8 @@ class Stepper:
         for request in scheduler.queues.running:
             scheduler.queues.requeue(request)
         scheduler.cache.clear()
+        if self.draft_model is not None:
+            self.draft_model.clear()
         for request in scheduler.queues.pinned:
             scheduler.cache.withdraw(request, 0)
 

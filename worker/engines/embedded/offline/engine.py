@@ -177,8 +177,9 @@ class Engine:
 
     def step(self) -> list[Result]:
         """Compute one step; returns the results that it finished."""
+        found = self._advance()  # which may raise: what was done before is then still to be returned
         earlier, self._done = self._done, []
-        return earlier + self._advance()
+        return earlier + found
 
     def abort(self, request_id: str) -> Result | None:
         """End a prompt's answers where they are; None if it is done already. Suspended ones may
