@@ -309,7 +309,7 @@ def operate(house: House, source: random.Random, operations: int) -> None:
 
 @pytest.mark.parametrize("seed", [6, 7])
 def test_operations_among_steps_without_prompts(seed: int) -> None:
-    """Where all that decode make room for another client's prompt, a step has its tokens."""
+    """A step in which all that decode make room for another client's prompt has tokens."""
     operate(House(clients=4, mixed=Measuring()), random.Random(seed), 450)
 
 
