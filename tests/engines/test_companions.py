@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import torch
 from effort import examples
 from engine_doubles import Drafting
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
-from worker.engines.embedded.plan import Plan, Request
+from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import DraftModelProposer
 from worker.engines.embedded.step import Stepper
@@ -173,9 +174,9 @@ def test_requests_wait_for_pages_of_the_draft_model(drafted: int | None, most: i
     assert house.draft_model.cache.num_pages == (24 if drafted is None else 8)
 
 
-def contrasted(house: House, number: int) -> Request:
+def contrasted(house: House, number: int, last: int = 49) -> Request:
     """The first tokens differ: no page is shared, and each takes 4 of 12 tokens."""
-    asked = EngineRequest(str(number), [3 + number, *range(10, 49)], SamplingParams(max_tokens=8))
+    asked = EngineRequest(str(number), [3 + number, *range(10, last)], SamplingParams(max_tokens=8))
     asked = BUILDER.prepare(asked, Selection((Requested("contrastive"),)), BUILDER.context(frozenset({END}), 0, 8))
     return admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model)  # type: ignore[arg-type]
 
@@ -236,6 +237,70 @@ def test_a_request_gives_way_only_to_one_that_begins(
         assert not gave_way or {one.client for one in began} - {one.client for one in gave_way}
         gave_way.clear()
         began.clear()
+
+
+def test_a_copy_that_was_not_carried_out_is_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page that it was for was found by its tokens, once the source had been evicted."""
+    house = House(pages=60, rows=4, budget=200, mixed=200, seed=1)
+    stepper, cache = house.stepper, house.draft_model.cache
+    first, second = (contrasted(house, 0, last=54) for _ in range(2))
+    stepper.add(first)
+    while not stepper.scheduler.is_idle:
+        stepper.step()
+    stepper.add(second)
+
+    def interrupted(plan: Plan) -> torch.Tensor:
+        assert plan.copies
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(house.draft_model.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stepper.step()
+    stepper.drop_kv()
+    draft = house.draft_model.begin_draft(second)
+    for _ in range(len(cache._pool.free) + 2):  # the last page of the first, and the source
+        cache.append_page(draft)
+    house.draft_model.end_draft(draft)
+    while not stepper.scheduler.is_idle:
+        stepper.step()
+    assert second.tokens == first.tokens
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(
+    arrivals=st.lists(arrivals, min_size=2, max_size=10),
+    seed=st.integers(0, 2**16),
+    drafts=st.sampled_from(["none", "model", "often right"]),
+    drafted=st.none() | st.integers(1, 100),
+)
+def test_kv_of_an_interrupted_step_is_computed_again(
+    arrivals: list[Arrival], seed: int, drafts: str, drafted: int | None
+) -> None:
+    """Whichever model it is interrupted in, whose copies are not carried out."""
+    house = House(pages=20, rows=6, budget=16, mixed=8, seed=seed, drafts=drafts, drafted=drafted)
+    chance, step = random.Random(seed), house.stepper.step
+
+    def interrupted(forward: Callable[[Plan], torch.Tensor]) -> Callable[[Plan], torch.Tensor]:
+        def either(plan: Plan) -> torch.Tensor:
+            if chance.random() < (0.4 if plan.copies else 0.05):
+                raise KeyboardInterrupt
+            return forward(plan)
+
+        return either
+
+    def recovered(prompts_first: bool = False) -> list[Output]:
+        try:
+            return step(prompts_first)
+        except KeyboardInterrupt:
+            house.stepper.drop_kv()
+            return []
+
+    for model in (house.model, house.draft_model.model):
+        model.forward = interrupted(model.forward)  # type: ignore[method-assign, assignment]
+    house.stepper.step = recovered  # type: ignore[method-assign]
+    for _ in house.steps(arrivals):
+        pass
 
 
 @pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])

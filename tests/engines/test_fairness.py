@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from connector_doubles import BLOCK, CONTEXT, TensorRecallModel
 from effort import examples
+from engine_doubles import EveryToken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import WIDTH, answer, mix, recall_request
@@ -204,3 +205,21 @@ def test_the_preempted_do_not_starve_behind_kv_transfers() -> None:
     station.run(1500, per_step=0.15)
     assert station.stepper.scheduler.queues.num_preemptions > 20
     assert max(station.passed.values()) <= MAX_NUM_SEQS
+
+
+def test_the_page_in_which_a_read_ends_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the prompt of a migrated answer whose chain wants its logits: that page may hold what
+    another request left there, and the last one of the answer was prepared in its place.
+    """
+    station, end = Station("decode", seed=0, num_pages=20, local=0.0), 2 * PAGE + 5
+    station.prompts.append(list(range(6, 6 + 5 * PAGE)))
+    one = recall_request(station.model, "one", station.prompts[0], 8)
+    one.tap = EveryToken()
+    monkeypatch.setattr(EveryToken, "first_wanted", end)
+    monkeypatch.setattr(Reading, "poll", lambda *_: "busy")
+    for tensor in station.model.kv_store.tensors:
+        tensor.fill_(99)
+    station.stepper.add(one, station.wire.handle(0))
+    station.stepper.step()
+    for tensor in station.model.kv_store.tensors:
+        assert not tensor[one.pages[end // PAGE], :, end % PAGE :].any()

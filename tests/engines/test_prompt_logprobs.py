@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta, TokenLogprob
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.offline import Engine
-from worker.errors import InvalidRequest
+from worker.errors import Draining, InvalidRequest
 from worker.sampling import SamplingParams
 
 Scores = list[list[TokenLogprob] | None]
@@ -184,6 +184,18 @@ async def test_a_refused_request_ends_the_lease(served: Any) -> None:
         while prefill.num_leased():
             await asyncio.sleep(0.001)
     assert prefill.transfers()["released"] == 2
+
+
+async def test_a_draining_worker_ends_the_lease(served: Any) -> None:
+    prefill, decode = await served(role="prefill"), await served(role="decode")
+    leased = (await answer(prefill, scored(kv=KeepKv())))[-1]
+    assert leased.kv is not None
+    decode.migrate_all()
+    with pytest.raises(Draining):
+        await answer(decode, scored(kv=ReadKv(leased.kv)))
+    while prefill.num_leased():
+        await asyncio.sleep(0.001)
+    assert prefill.transfers()["released"] == 1
 
 
 def test_no_tap_is_left_of_a_request_that_ends_at_a_shut_gate() -> None:

@@ -16,11 +16,23 @@ from kv_doubles import END, RecallModel, answer, recall_request
 from worker.engines.embedded.blocks import ROOT, hash_block
 from worker.engines.embedded.kv_cache import BlocksStored
 from worker.engines.embedded.kv_cache.cache import KvCache
+from worker.engines.embedded.mixed_steps import MixedSteps
 from worker.engines.embedded.plan import Output, Plan, Request
 from worker.engines.embedded.scheduler import Scheduler
 
 CONTEXT = 64
 BLOCK = 4
+
+
+class Measuring(MixedSteps):
+    """Asks now and then for a step without prompts, to learn what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._source = random.Random(0)
+
+    def tokens(self, rows: int, share: float) -> int:
+        return self._source.choice([0, 2, 8])
 
 
 class House:
@@ -31,7 +43,7 @@ class House:
         num_pages: int = 12,
         page_size: int = 8,
         budget: int = 24,
-        mixed: int | None = 3,
+        mixed: MixedSteps | int | None = 3,
         routes: bool = True,
         clients: int = 1,
     ) -> None:
@@ -293,6 +305,12 @@ def operate(house: House, source: random.Random, operations: int) -> None:
             house.step()
         house.check()
     house.finish()
+
+
+@pytest.mark.parametrize("seed", [6, 7])
+def test_operations_among_steps_without_prompts(seed: int) -> None:
+    """A step in which all that decode make room for another client's prompt has tokens."""
+    operate(House(clients=4, mixed=Measuring()), random.Random(seed), 450)
 
 
 @pytest.mark.parametrize(("clients", "least"), [(1, 500), (4, 250)])

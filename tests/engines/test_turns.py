@@ -73,6 +73,21 @@ def order_of(engine: Engine) -> list[str]:
     return sorted(engine.first_s, key=lambda name: engine.first_s[name])
 
 
+def test_a_step_that_makes_room_computes_the_prompt() -> None:
+    """Rows that were to be decoded alone, to learn what they take, gave their place to another
+    client's prompt: the step was empty, and what its prefix hit had to copy was never copied.
+    """
+    engine = Engine(slots=2, mixed=MixedSteps())
+    engine.scheduler.add(request("a0", "a", 3000))
+    engine.scheduler.add(request("a1", "a", 1, 100))
+    engine.step()
+    assert [one.id for one in engine.scheduler.queues.decoding] == ["a1"]
+    engine.scheduler.add(request("b", "b", BLOCK, 100))
+    engine.step()
+    assert {one.id for one in engine.running} == {"a0", "b"}
+    assert engine.plans[-1].num_tokens > 0
+
+
 def test_clients_take_turns() -> None:
     engine = Engine(slots=1)
     for name, client in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b0", "b"), ("a3", "a"), ("b1", "b"), ("c0", None)):

@@ -5,6 +5,7 @@ scored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Callable
@@ -457,6 +458,28 @@ def test_the_stop_word_callback_may_name_active_requests_alone(controller: TextG
     finally:
         controller.set_stop_word_finished_ids_callback(None)
     assert controller.generate_output_tokens_dynamic_batch() is None
+
+
+def test_what_ends_in_a_step_whose_callback_raises_is_complete(controller: TextGenerationController) -> None:
+    """It stayed active for ever, and its stream open."""
+    requests, stream = batch(top_k=1), TokenStream(0)
+    requests[0].sampling_params = InferenceParams(num_tokens_to_generate=1, termination_id=-1)
+
+    def callback(active: list[Any]) -> set[Any]:
+        raise RuntimeError("broken")
+
+    controller.set_stop_word_finished_ids_callback(callback)
+    try:
+        for key, request in requests.items():
+            controller.add_request(request, stream if key == 0 else None)
+        step: DynamicStep | dict[str, Any] | None = {}
+        while step is not None:
+            with contextlib.suppress(RuntimeError):
+                step = controller.generate_output_tokens_dynamic_batch()
+    finally:
+        controller.set_stop_word_finished_ids_callback(None)
+    assert {one.status for one in requests.values()} == {Status.COMPLETED}
+    assert stream.finished
 
 
 def test_end_tokens_are_not_counted() -> None:

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from effort import examples
 from engine_doubles import END, WIDTH, ScriptedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_doubles import END as RECALLED_END
+from kv_doubles import RecallModel
+from kv_doubles import answer as recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapters import TemperatureProcessor, create_trtllm_adapters
@@ -28,7 +32,7 @@ from adapters.client import healed
 from adapters.contract import Context
 from adapters.processors.length import MinTokens
 from adapters.vocabulary import Vocabulary
-from worker.engines.embedded import Engine
+from worker.engines.embedded import Engine, Plan
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.offline.request_builder import HONOURED
 from worker.engines.embedded.offline.results import Result
@@ -263,6 +267,13 @@ def test_an_argument_of_another_type_is_refused_by_its_name(engine: Engine) -> N
             engine.generate([[5]], processors=processors)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^speculation must be True or False, got 'no'"):
         engine.generate([[5]], speculation="no")  # type: ignore[arg-type]
+    for prompt in (5, None, b"ab", {5: 6}):
+        with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: must be a text or a list of token ids, got"):
+            engine.add(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^sampling_params must be SamplingParams"):
+        engine.add([5], {"max_tokens": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
+        engine.add([5], processors={"name": "min_p"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^guided_decoding must be GuidedDecodingParams, got dict"):
         SamplingParams(guided_decoding={"regex": "a"})  # type: ignore[arg-type]
     assert engine.session.is_idle
@@ -804,6 +815,58 @@ def test_an_interrupt_leaves_the_engine_usable() -> None:
     assert engine.unfinished == []
     engine.session.stepper.scheduler.check_integrity()
     assert engine.generate([3, 4], SamplingParams(max_tokens=4))[0].token_ids == model.greedy([3, 4], 4)
+
+
+def test_an_interrupted_step_loses_no_result() -> None:
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    added = engine.add([3], SamplingParams(max_tokens=1))
+    engine.generate([4], SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.add([5], SamplingParams(max_tokens=1))
+
+    def interrupt(plan: object, logits: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    model.hook = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    model.hook = None
+    assert added in [one.request_id for one in engine.step()]
+
+
+class Interrupted(RecallModel):
+    """Now and then a step ends before anything is copied or computed, or behind that."""
+
+    chance = random.Random(0)
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        if self.chance.random() < (0.4 if plan.copies else 0.1):
+            raise KeyboardInterrupt
+        logits = super().forward(plan)
+        if self.chance.random() < 0.1:
+            raise RuntimeError("out of memory")
+        return logits
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_what_is_interrupted_goes_on_with_its_own_kv(seed: int) -> None:
+    """A prefix hit that was to be copied was taken for copied, and so by all that came later."""
+    model = Interrupted(256)
+    source = model.chance = random.Random(seed)
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4, kv_block_size=4, max_num_batched_tokens=32)  # type: ignore[arg-type]
+    expected = {}
+    for _ in range(8):
+        prompt = [7 + place for place in range(source.randrange(40))] + source.choices(range(6, 90), k=3)
+        count = source.randrange(1, 12)
+        tokens = [token for token in recalled(prompt, count) if token != RECALLED_END]
+        expected[engine.add(prompt, SamplingParams(max_tokens=count))] = tokens
+    results: list[Result] = []
+    while engine.unfinished:
+        with suppress(KeyboardInterrupt, RuntimeError):
+            results += engine.step()
+        engine.session.stepper.scheduler.check_integrity()
+    assert {one.request_id: one.token_ids for one in results} == expected
 
 
 def test_generate_beside_requests_that_were_added() -> None:

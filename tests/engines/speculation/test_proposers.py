@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from effort import examples
 from engine_doubles import ScriptedModel, request
+from growth import num_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +152,23 @@ def known(seconds: Mapping[int, float]) -> StepCosts:
     for num_tokens, taken in seconds.items():
         costs.learn(num_tokens, taken)
     return costs
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0.01, 0.02, 0.03, 0.05])), min_size=1, max_size=40))
+def test_no_step_is_faster_for_being_larger(steps: list[tuple[int, float]]) -> None:
+    costs = StepCosts()
+    for num_tokens, seconds in steps:
+        costs.learn(num_tokens, seconds)
+        assert costs._counts == sorted(costs._seconds)
+        for count, lowest in zip(costs._counts, costs._lowest, strict=True):
+            assert lowest == min(each for other, each in costs._seconds.items() if other >= count)
+
+
+def test_a_step_is_learnt_at_once_whatever_is_known() -> None:
+    """All numbers of tokens were sorted for each step: a millisecond in an old worker."""
+    costs = known({count: 0.001 * count for count in range(1, 2001)})
+    assert num_lines(lambda: costs.learn(1000, 1.01)) < 50
+    assert num_lines(lambda: costs.learn(2001, 3.0)) < 50
 
 
 @given(

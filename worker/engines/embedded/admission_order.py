@@ -85,13 +85,18 @@ class Admission:
         if max(running.values(), default=0) < 2:
             return copies
         looked_at: set[str | None] = set()
+        pending, may_go = set[int](), list[Request]()
+        is_known = False  # both, of the requests that run now
         for request in order:
             if running[request.client] or request.client in looked_at:
                 continue
             looked_at.add(request.client)
-            if not self._may_begin(request, self._pending(self._queues.prefilling)):
+            if not is_known:
+                pending, may_go = self._pending(self._queues.prefilling), self._may_go()
+                is_known = True
+            if not self._may_begin(request, pending):
                 continue
-            victims = self._victims(request)
+            victims = self._victims(request, may_go)
             if not victims:
                 continue  # it has its turn without a preemption, or none would help
             for victim in victims:
@@ -103,20 +108,29 @@ class Admission:
             copies += copied
             self._begin(request)
             running[request.client] += 1
+            is_known = False
+            if max(running.values()) < 2:
+                break
         return copies
 
-    def _victims(self, request: Request) -> list[Request]:
-        """Running requests whose preemption makes room for one more, one after the other the last
-        of the client that has most; none if there is room, or if none are enough.
+    def _may_go(self) -> list[Request]:
+        """Running requests that may be preempted for a starved client, one after the other the last
+        of the client that has most, and nobody's only one.
         """
-        running, victims = list(self._queues.running), list[Request]()
-        while not self._queues.has_room(request, victims):
-            victim = last_of_largest_client(running)
-            if counts_of(running)[victim.client] < 2:
-                return []
-            running.remove(victim)
-            victims.append(victim)
-        return victims
+        running, found = list(self._queues.running), list[Request]()
+        while running and counts_of(running)[(one := last_of_largest_client(running)).client] > 1:
+            running.remove(one)
+            found.append(one)
+        return found
+
+    def _victims(self, request: Request, may_go: Sequence[Request]) -> Sequence[Request]:
+        """The first of `may_go` whose preemption makes room for one more; none if there is room, or
+        if all are not enough.
+        """
+        has_room = self._queues.has_room
+        if not has_room(request, may_go):
+            return ()
+        return next(may_go[:count] for count in range(len(may_go) + 1) if has_room(request, may_go[:count]))
 
     def _may_begin(self, request: Request, pending: set[int]) -> bool:
         """Whether neither a transfer that came before nor a prefix hit is to be waited for."""
@@ -148,9 +162,11 @@ class Admission:
     def _awaits_prefix(self, request: Request, pending: set[int]) -> bool:
         """Whether more than half of what a request has to compute is about to be cached.
 
-        It then waits for that prefix hit: n choices of one prompt compute the prompt once.
+        It then waits for that prefix hit: n choices of one prompt compute the prompt once. What it
+        computes in any case, for the logits, is not waited for.
         """
         size, hashes = self._cache.block_size, request.block_hashes
         first = len(self._cache.match_prefix(request))
         last = first + (len(request.tokens) - first * size) // (2 * size)  # of as few blocks as are more than half
-        return last < len(hashes) and hashes[first] in pending and hashes[last] in pending  # and with it those between
+        # with the last one those between are pending
+        return last < request.num_reusable // size and hashes[first] in pending and hashes[last] in pending

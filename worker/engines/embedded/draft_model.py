@@ -94,6 +94,14 @@ class DraftModel:
         assert copies is not None, f"{request.id}: the draft model has too few pages: {self.cache!r}"
         self._copies += copies
 
+    def clear(self) -> None:
+        """Evict every cached page; no companion owns one. Copies that no step has carried out were
+        for those that did.
+        """
+        self.free_ended()
+        self.cache.clear()
+        self._copies.clear()
+
     def forward(self, plan: Plan) -> torch.Tensor:
         """See `Model.forward`."""
         copies, self._copies = tuple(self._copies), []

@@ -90,6 +90,8 @@ class Scheduler:
         fits = self._append_pages()
         budget = prompt_budget(queues, self.max_num_batched_tokens, self.mixed)
         copies: tuple[PageCopy, ...] = self._admission.admit(budget, only_starved=not fits) if queues.waiting else ()
+        if not budget and not queues.decoding:  # the rows that were to be decoded alone made room for a starved client
+            budget = prompt_budget(queues, self.max_num_batched_tokens, self.mixed)
         chunks = cut_chunks(queues, budget) if queues.prefilling and budget else ()
         decode, owners, rows = (
             ((), (), ()) if prompts_first and chunks else (queues.decode_rows, queues.decoding, queues.companion_rows)

@@ -175,6 +175,8 @@ class Stepper:
         for request in scheduler.queues.running:
             scheduler.queues.requeue(request)
         scheduler.cache.clear()
+        if self.draft_model is not None:
+            self.draft_model.clear()
         for request in scheduler.queues.pinned:
             scheduler.cache.withdraw(request, 0)
 
@@ -207,6 +209,7 @@ class Stepper:
         plan = self.scheduler.schedule(prompts_first)
         self._starved = not plan.num_tokens and plan.companions is None
         if self._starved:
+            assert not plan.copies, f"a prefix hit would never be copied: {self.scheduler!r}"
             return []
         counted = None if self.pass_sink is None else count_pass(plan, self.scheduler.queues.waiting)
         if plan.decode:

@@ -303,14 +303,16 @@ class TextGenerationController(PaddedBatches, Streaming):
             touched[event.group.id] = running
             if not running.scores_only:
                 report.add(running, event)
-        self._finish_by_callback(touched)
-        for key, running in touched.items():
-            if key in self._running:  # the callback may have ended it
-                self._stream(running)
+        try:
+            self._finish_by_callback(touched)
+        finally:  # the callback may raise, and the step has been done
+            for key, running in touched.items():
+                if key in self._running:  # the callback may have ended it
+                    self._stream(running)
+                    if running.group.is_done:
+                        self._close(running)
                 if running.group.is_done:
-                    self._close(running)
-            if running.group.is_done:
-                report.finished.append(running.request.request_id)
+                    report.finished.append(running.request.request_id)
         paused, self._paused = self._paused, []
         return report.step(paused)
 

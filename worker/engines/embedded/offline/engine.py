@@ -166,16 +166,20 @@ class Engine:
 
         Raises:
             InvalidRequest: it cannot be served.
+            ValueError: an argument is of another type.
         """
-        (group,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequest("prompts[0]", f"must be a text or a list of token ids, got {shown(prompt)}")
+        (group,) = self.session.prepare([prompt], _per_prompt(sampling_params, 1), _named(processors, 1))
         self._adapt([group], adapter)
         self.session.add(group)
         return group.id
 
     def step(self) -> list[Result]:
         """Compute one step; returns the results that it finished."""
+        found = self._advance()  # which may raise: what was done before is then still to be returned
         earlier, self._done = self._done, []
-        return earlier + self._advance()
+        return earlier + found
 
     def abort(self, request_id: str) -> Result | None:
         """End a prompt's answers where they are; None if it is done already. Suspended ones may

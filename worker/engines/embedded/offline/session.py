@@ -97,6 +97,9 @@ class Session:
             self._is_stepping = True
             try:
                 outputs = self.stepper.step()
+            except BaseException:  # an interrupt, say: not all KV that the step was to compute, or to copy, is there
+                self.stepper.drop_kv()
+                raise
             finally:
                 self._is_stepping = False
             time_s = perf_counter()

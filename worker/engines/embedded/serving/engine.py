@@ -243,11 +243,11 @@ class EmbeddedEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Decode one request; see `worker.engines.ServingEngine.generate`."""
         streams, thread, stepper, info = self._streams, self._thread, self._stepper, self._info
-        streams.check(request.id)
-        if thread is None or stepper is None or info is None:
-            raise EngineBroken("the engine has not been started")
-        number, context_length = next(self._numbers), info.context_length
         try:
+            streams.check(request.id)
+            if thread is None or stepper is None or info is None:
+                raise EngineBroken("the engine has not been started")
+            number, context_length = next(self._numbers), info.context_length
             adapter = None if stepper.adapters is None else stepper.adapters.of(request)
             admitted = admit(request, number, stepper.model, context_length, adapter, draft_model=stepper.draft_model)
             handle = begin_transfer(admitted, request.kv, self.config.role, self._connector)

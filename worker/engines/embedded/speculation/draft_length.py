@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
+from math import inf, nan
 
 _FASTER, _SLOWER = 0.5, 0.1
 """Weight of a step's time in the average of steps of as many tokens, where it is below and above
@@ -33,15 +34,19 @@ class StepCosts:
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Take the time of a step."""
-        known = self._seconds.get(num_tokens)
+        known, index = self._seconds.get(num_tokens), bisect_left(self._counts, num_tokens)
         if known is None:
             self._seconds[num_tokens] = seconds
+            self._counts.insert(index, num_tokens)
+            self._lowest.insert(index, nan)
         else:
             self._seconds[num_tokens] += (_FASTER if seconds < known else _SLOWER) * (seconds - known)
-        self._counts = sorted(self._seconds)
-        self._lowest = [self._seconds[count] for count in self._counts]
-        for index in range(len(self._lowest) - 2, -1, -1):
-            self._lowest[index] = min(self._lowest[index], self._lowest[index + 1])
+        lowest = self._lowest[index + 1] if index + 1 < len(self._lowest) else inf
+        for place in range(index, -1, -1):
+            lowest = min(lowest, self._seconds[self._counts[place]])
+            if lowest == self._lowest[place]:
+                break  # so are those below
+            self._lowest[place] = lowest
 
     def seconds(self, num_tokens: int) -> float:
         """Time of a step of so many tokens, interpolated; 0 while nothing is known.

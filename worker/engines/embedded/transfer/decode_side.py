@@ -189,9 +189,10 @@ class DecodeSide:
         """
         request, layout = incoming.request, self._transport.layout
         self._store.copy(copies)
-        if request.num_computed <= (len(request.pages) - 1) * layout.page_size:
-            self._store.begin(request.pages[-1:])  # the read does not fill it to its end
         start, stop = request.num_computed, request.num_reusable
+        last = stop // layout.page_size
+        if start <= last * layout.page_size:
+            self._store.begin([request.pages[last]])  # the read does not fill it to its end
         if stop - start < layout.block_size:  # less than a block: sooner computed than read
             self._transport.release(incoming.handle)
             self._counts["cached"] += 1
