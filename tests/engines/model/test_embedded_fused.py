@@ -99,6 +99,18 @@ def test_min_p_holds_on_the_cpu() -> None:
     assert set(sampling.generated_tokens[0].tolist()) == {4, 5}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_stay_as_they_are(dtype: torch.dtype) -> None:
+    """One buffer may be sampled from again, and then has no penalties and masks of before."""
+    logits = torch.randn(WIDTH, 2, generator=torch.Generator().manual_seed(1)).to(dtype).T
+    before = logits.clone()
+    packed = torch.stack([bitmask_of(range(0, WIDTH, 2), WIDTH)] * 2)
+    sampling = processor(hot(repetition_penalty=1.5, top_k=20), SamplingParams(), bitmask=packed)
+    sampling(logits)
+    sampling(logits)
+    assert torch.equal(logits, before)
+
+
 # -- rows
 
 

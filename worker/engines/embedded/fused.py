@@ -121,6 +121,8 @@ class FusedSamplingProcessor:
     ) -> None:
         """Sample a token for each request, from its last row; arguments as `logits_for_sampling`.
 
+        The logits are not changed.
+
         Raises:
             AssertionError: as `logits_for_sampling`.
             ValueError: the logits, the offsets or the bitmask do not fit the batch.
@@ -128,8 +130,10 @@ class FusedSamplingProcessor:
         chosen, offsets = self.logits_for_sampling(logits, next_token_logits, logit_offsets)
         if offsets is not None:
             chosen = chosen[self._last_rows(chosen, offsets)]
+        # a copy, row by row in memory: the sampler edits what it is given
+        rows = chosen.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         plan = Plan(self._requests, (), self._requests)
-        samples = self._sampler.sample(chosen, plan_edits(plan), plan, bitmask=self._bitmask)
+        samples = self._sampler.sample(rows, plan_edits(plan), plan, bitmask=self._bitmask)
         self.errors = samples.errors
         for row, request in enumerate(self._requests):
             if row not in samples.errors:
