@@ -258,9 +258,16 @@ def test_an_argument_of_another_type_is_refused_by_its_name(engine: Engine) -> N
         InvalidRequest, match=r"^prompts\[0\].processors\[0\]: must be an object such as {.*}, got 'min_p'"
     ):
         engine.generate([[5]], processors=["min_p"])  # type: ignore[list-item]
-    for processors in ({"name": "min_p"}, "min_p"):
+    for processors in ({"name": "min_p"}, "min_p", 5):
         with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
             engine.generate([[5]], processors=processors)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
+            engine.add([5], processors=processors)  # type: ignore[arg-type]
+    for prompt in (5, b"ab", {5: 6}):
+        with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: must be a text or a list of token ids, got"):
+            engine.add(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^sampling_params must be SamplingParams"):
+        engine.add([5], "greedy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^speculation must be True or False, got 'no'"):
         engine.generate([[5]], speculation="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^guided_decoding must be GuidedDecodingParams, got dict"):
@@ -342,6 +349,21 @@ def test_processors_by_callable(engine: Engine) -> None:
     shared = SamplingParams(max_tokens=6, logits_processor=list(cold), temperature=1.0, seed=2, ignore_eos=True)
     greedy = engine.generate(TEXTS[:2], SamplingParams(max_tokens=6, ignore_eos=True))
     assert [one.token_ids for one in engine.generate(TEXTS[:2], shared)] == [one.token_ids for one in greedy]
+
+
+def test_a_chain_has_one_answer_in_all() -> None:
+    """The fields of its answer and other callables have joined it: a second one had them twice."""
+    engine = scripted()
+    context = Context(Vocabulary(engine.info.vocab_size))
+    cold = create_trtllm_adapters([ProcessorChain([], context), TemperatureProcessor(0.5)])
+    params = SamplingParams(max_tokens=2, ignore_eos=True, logits_processor=list(cold))
+    first = engine.add([3, 4], params)
+    with pytest.raises(InvalidRequest, match="a chain serves one answer"):
+        engine.add([3, 4], params)
+    engine.abort(first)
+    with pytest.raises(InvalidRequest, match="a chain serves one answer"):
+        engine.generate([[3, 4]], params)
+    assert engine.session.is_idle
 
 
 def test_guides_bad_words_and_thinking(engine: Engine, tokenizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -166,8 +166,11 @@ class Engine:
 
         Raises:
             InvalidRequest: it cannot be served.
+            ValueError: an argument is of another type.
         """
-        (group,) = self.session.prepare([prompt], [sampling_params or SamplingParams()], [processors])
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequest("prompts[0]", f"must be a text or a list of token ids, got {shown(prompt)}")
+        (group,) = self.session.prepare([prompt], _per_prompt(sampling_params, 1), _named(processors, 1))
         self._adapt([group], adapter)
         self.session.add(group)
         return group.id
@@ -256,7 +259,7 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def _named(processors: Sequence[Named] | Sequence[Sequence[Named]] | None, count: int) -> list[Sequence[Named]]:
-    if isinstance(processors, str | Mapping):
+    if isinstance(processors, str | Mapping) or not isinstance(processors, Iterable | None):
         raise ValueError(f"processors must be a list of processors by name, got {processors!r}")
     given: list[Any] = list(processors or ())
     if not given or not isinstance(given[0], (list, tuple)):

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from adapters.catalog import Catalog, Selection, SelectionError, model_context, parse_selection
 from adapters.chain import ProcessorChain
@@ -76,6 +77,7 @@ class RequestBuilder:
         self._draft_model = draft_model
         self._context_length = context_length
         self._chains = ChainBuilder(catalog, model_context(vocabulary))
+        self._begun: WeakSet[ProcessorChain] = WeakSet()  # chains of callers that have an answer
 
     @property
     def tokenizer(self) -> Any:
@@ -154,6 +156,8 @@ class RequestBuilder:
         asks = params.logprobs if params.logprobs is not None or (params.best_of or 1) == params.n else 0
         given = [_own(one, shared) for one in params.logits_processors]
         chain = _given_chain(given)
+        if chain in self._begun:  # with the members that its answer's fields have added
+            raise InvalidRequest("sampling_params.logits_processor", _SHARED_CHAIN)
         callables = [one for one in given if not isinstance(one, ChainAdapter)]
         own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=callables or None)
         engine_request = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
@@ -163,6 +167,8 @@ class RequestBuilder:
             engine_request = self._with_chain(engine_request, selection)
         model, draft_model = self._model, self._draft_model
         request = admit(engine_request, number, model, self._context_length, allowed=ALLOWED, draft_model=draft_model)
+        if chain is not None:
+            self._begun.add(chain)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)
