@@ -278,6 +278,9 @@ def test_top_n_errors(arguments: dict[str, Any], problem: str) -> None:
         ({"num_tokens_total": True}, "num_tokens_total"),
         ({"stop_words": "stop"}, "stop_words"),
         ({"stop_words": 5}, "stop_words"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"logits_processor": print}, "logits_processor must be a list of callables"),
+        ({"processors": {"name": "min_tokens"}}, "processors must be a list of processors by name"),
         ({"n": 0}, "n must"),
         ({"n": 2, "temperature": 0.0}, "best_of"),
     ],
@@ -344,6 +347,13 @@ def test_inference_input() -> None:
     assert mask.shape == (2, 1, 3, 3)
     assert (~mask[0, 0]).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert (~mask[1, 0]).int().tolist() == [[1, 0, 0]] * 3
+
+
+def test_the_inference_input_is_where_the_tokens_are() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    requests = {0: InferenceRequest(request_id=0, prompt_tokens=[1, 2])}
+    found = CONTROLLER.prep_inference_input(tokens, requests, use_attention_mask=True)
+    assert {name: each.device.type for name, each in found.items() if each is not None} == dict.fromkeys(found, "meta")
 
 
 def test_stream_tokens() -> None:

@@ -254,6 +254,11 @@ class TextGenerationController(PaddedBatches, Streaming):
                     self._step()
                 more = bool(self._running)
             return more
+        except BaseException as error:
+            for running in list(self._running.values()):
+                if running.stream is not None:  # before it ends below as if all were well
+                    running.stream.finish(error)
+            raise
         finally:
             if not more:
                 self._end_static_batch()
@@ -303,14 +308,16 @@ class TextGenerationController(PaddedBatches, Streaming):
             touched[event.group.id] = running
             if not running.scores_only:
                 report.add(running, event)
-        self._finish_by_callback(touched)
-        for key, running in touched.items():
-            if key in self._running:  # the callback may have ended it
-                self._stream(running)
+        try:
+            self._finish_by_callback(touched)
+        finally:  # the step has been done, whatever the callback raises
+            for key, running in touched.items():
+                if key in self._running:  # the callback may have ended it
+                    self._stream(running)
+                    if running.group.is_done:
+                        self._close(running)
                 if running.group.is_done:
-                    self._close(running)
-            if running.group.is_done:
-                report.finished.append(running.request.request_id)
+                    report.finished.append(running.request.request_id)
         paused, self._paused = self._paused, []
         return report.step(paused)
 
