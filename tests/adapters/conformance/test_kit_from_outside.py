@@ -8,7 +8,8 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import broken_processors
 import pytest
@@ -19,7 +20,7 @@ from adapters.catalog import Catalog, Entry, Requested, Selection, SelectionErro
 from adapters.chain import apply_chain
 from adapters.command import main
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
-from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
+from adapters.testing import CHECKS, CheckFailed, Subject, check_processor, plugin
 from adapters.testing.kit_model import kit_context
 
 pytestmark = pytest.mark.slow
@@ -162,6 +163,27 @@ def test_plugin_needs_the_mark(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*_OPTIONS)
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*processor_check without @pytest.mark.logits_processor*"])
+
+
+def test_plugin_leaves_a_missing_name_to_its_check() -> None:
+    class Nameless(SteeringProcessor):
+        """A processor whose author has forgotten the name."""
+
+        stage = Stage.MASK
+
+        def edit(self) -> Edit | None:
+            return None
+
+    mark = pytest.mark.logits_processor(Nameless, examples=[]).mark
+    ids: list[Any] = []
+    metafunc: Any = SimpleNamespace(
+        fixturenames=[plugin.FIXTURE],
+        definition=SimpleNamespace(iter_markers=lambda name: [mark]),
+        parametrize=lambda name, params: ids.extend(each.id for each in params),
+    )
+    plugin.pytest_generate_tests(metafunc)
+    assert ids[0] == "Nameless-declares"
+    assert "Nameless.name is not set" in str(check_processor(Nameless, only=["declares"]))
 
 
 def test_command_reports_and_sets_the_status(capsys: pytest.CaptureFixture[str]) -> None:
