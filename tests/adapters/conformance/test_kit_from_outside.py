@@ -5,6 +5,7 @@ third-party classes.
 from __future__ import annotations
 
 import importlib
+import random
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import broken_processors
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +114,24 @@ def test_a_processor_without_arguments_needs_a_name_and_a_stage() -> None:
     assert chain.plan().bans[0].token_ids.tolist() == [41]
     with pytest.raises(SelectionError, match="unknown argument"):
         Entry("least", Least).parse_args(Requested("least", {"n": 1}))
+
+
+def test_random_generators_are_left_as_they_were() -> None:
+    """They are the test session's."""
+
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+    def seed() -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+
+    seed()
+    expected = drawn()
+    seed()
+    assert check_processor(Least, [{}], only=["determinism"]).passed
+    assert drawn() == expected
 
 
 def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -> None:
