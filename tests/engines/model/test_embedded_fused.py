@@ -160,7 +160,7 @@ def test_the_last_row_of_each_request_is_sampled() -> None:
     assert sampling.get_new_tokens_numpy().tolist() == [11, 14]
 
 
-@pytest.mark.parametrize("offsets", [[0, 2], [0, 2, 2], [0, 3, 2], [0, 2, 6]])
+@pytest.mark.parametrize("offsets", [[0, 2], [0, 2, 2], [0, 3, 2], [0, 2, 6], [-3, -2, 2]])
 def test_offsets_that_do_not_fit(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="logit_offsets must be 3 numbers that rise to at most 5"):
         processor(hot(), hot())(level(5), None, torch.tensor(offsets))

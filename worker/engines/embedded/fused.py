@@ -146,7 +146,7 @@ class FusedSamplingProcessor:
     def _last_rows(self, logits: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         bounds = offsets.to(torch.int64)
         fits = len(bounds) == len(self._requests) + 1 and int(bounds[-1]) <= len(logits)
-        if not fits or bool((bounds[1:] <= bounds[:-1]).any()):
+        if not fits or int(bounds[0]) < 0 or bool((bounds[1:] <= bounds[:-1]).any()):
             raise ValueError(
                 f"logit_offsets must be {len(self._requests) + 1} numbers that rise to at most {len(logits)}, "
                 f"got {bounds.tolist()}"
