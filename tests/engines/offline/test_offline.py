@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adapters import TemperatureProcessor, create_trtllm_adapters
+from adapters import ForcedSequenceProcessor, TemperatureProcessor, create_trtllm_adapters
 from adapters.chain import ProcessorChain
 from adapters.client import healed
 from adapters.contract import Context
@@ -349,6 +349,49 @@ def test_processors_by_callable(engine: Engine) -> None:
     shared = SamplingParams(max_tokens=6, logits_processor=list(cold), temperature=1.0, seed=2, ignore_eos=True)
     greedy = engine.generate(TEXTS[:2], SamplingParams(max_tokens=6, ignore_eos=True))
     assert [one.token_ids for one in engine.generate(TEXTS[:2], shared)] == [one.token_ids for one in greedy]
+
+
+def test_a_callable_with_a_state_is_given_as_it_was() -> None:
+    """Each answer has a copy, in a later call too: where the first one began is no matter of it."""
+
+    class Failing:  # of no module, so that it cannot be pickled
+        def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+    class Reports:
+        def __init__(self) -> None:
+            self.found: list[Any] = []
+
+        def add(self, failure: Any) -> None:
+            self.found.append(failure)
+
+    engine, forced = scripted(), ForcedSequenceProcessor([20, 21, 22], 5)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logits_processor=list(create_trtllm_adapters([forced])))
+    for prompts in ([[3, 4]], [[3, 4, 6]], [[3], [3, 4]]):
+        assert [one.token_ids for one in engine.generate(prompts, params)] == [[20, 21, 22, 5]] * len(prompts)
+    assert forced.prompt_length is None
+    reports = Reports()
+    failing = create_trtllm_adapters([Failing()], report=reports.add)
+    results = engine.generate([[3], [4]], SamplingParams(max_tokens=4, logits_processor=list(failing)))
+    assert [one.finish_reason for one in results] == ["error"] * 2
+    assert len(reports.found) == 2
+    assert failing[0].failure is None
+
+
+def test_a_callable_that_cannot_be_copied_has_one_answer() -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+            logits[20] = 100.0
+
+    engine = scripted()
+    params = SamplingParams(max_tokens=1, logits_processor=list(create_trtllm_adapters([Locked()])))
+    assert engine.generate([[3]], params)[0].token_ids == [20]
+    for prompts in ([[3]], [[3], [4]]):
+        with pytest.raises(InvalidRequest, match=r"Locked is given for several answers and cannot be copied"):
+            engine.generate(prompts, params)
 
 
 def test_a_chain_has_one_answer_in_all() -> None:
