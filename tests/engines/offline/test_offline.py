@@ -879,6 +879,25 @@ def test_generate_beside_requests_that_were_added() -> None:
     assert [one.request_id for one in engine.step()] == [added]
 
 
+def test_an_aborted_prompt_waits_for_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted()
+    other = engine.add([3, 4], SamplingParams(max_tokens=50, ignore_eos=True))
+    advance = engine._advance
+
+    def advance_and_abort() -> list[Result]:
+        """What another thread may do between two steps."""
+        done = advance()
+        for request_id in engine.unfinished:
+            if request_id != other:
+                engine.abort(request_id)
+        return done
+
+    monkeypatch.setattr(engine, "_advance", advance_and_abort)
+    (result,) = engine.generate([[7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 1)
+    assert engine.unfinished == [other]
+
+
 def test_leaving_the_engine_drops_what_runs() -> None:
     with scripted() as engine:
         engine.add([3], SamplingParams(max_tokens=2))
