@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,11 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add_command in COMMANDS:
         add_command(commands)
     arguments = parser.parse_args(argv)
+    status = 1
     try:
-        status: int = arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
     except (CatalogError, KeyError) as error:
         sys.stderr.write(f"{error.args[0]}\n")
         return 2
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 

@@ -41,7 +41,9 @@ def get_default_fusion_rules() -> list[FusionRule]:
 def joint_rule() -> FusionRule:
     """Joint top-k and top-p on one distribution; part of a pipe's meaning, compiled or not."""
     pattern = (o.ProbsTopKOp, o.TopPOp, o.ProbsSampleOp)
-    return _rule(pattern, o.FusedProbsTopKTopPSampleOp, 100, lambda window: _parameters(window)["joint_topk_topp"])
+    return _rule(
+        pattern, o.FusedProbsTopKTopPSampleOp, 100, lambda window: _parameters(window).get("joint_topk_topp", False)
+    )
 
 
 def _rule(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from adapters.pipe.types import TaggedTensor, TensorType
@@ -34,12 +36,12 @@ class Op(ABC):
 
     def names_taken(self) -> frozenset[str] | None:
         """The run-time parameters that the op takes, None if unknown."""
-        if self.run_time_names is not None:
-            return self.run_time_names
-        parameters = list(inspect.signature(self.__call__).parameters.values())
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return None
-        return frozenset(parameter.name for parameter in parameters[1:])
+        return _keywords(type(self).__call__) if self.run_time_names is None else self.run_time_names
+
+    def accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The parameters of a call that `__call__` has room for: all of them with ``**kwargs``."""
+        names = _keywords(type(self).__call__)
+        return given if names is None else {name: value for name, value in given.items() if name in names}
 
     def _validate_input_type(self, tensor: TaggedTensor) -> TensorType:
         if tensor.type != self.IN:
@@ -69,3 +71,12 @@ class ParameterizedOp(Op):
         if required and name not in self.default_params:
             raise ValueError(f"Required parameter '{name}' not provided for {type(self).__name__}")
         return self.default_params.get(name)
+
+
+@lru_cache
+def _keywords(call: Callable[..., Any]) -> frozenset[str] | None:
+    """Parameters of an op's ``__call__`` after the tensor, None if it takes any name."""
+    parameters = list(inspect.signature(call).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters[2:])

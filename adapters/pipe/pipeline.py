@@ -122,7 +122,7 @@ class LogitsPipe:
         tensor = first = x if isinstance(x, TaggedTensor) else TaggedTensor(x, self._initial_type)
         for index, op in enumerate(ops):
             try:
-                tensor = op(tensor, **kwargs)
+                tensor = op(tensor, **op.accepted(kwargs))
             except Exception as error:  # the boundary to a user's op
                 raise ValueError(f"Error executing operator {index} ({type(op).__name__}): {error}") from error
         if first.dtype in _HALF and tensor.type is first.type:

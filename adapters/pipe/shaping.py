@@ -94,7 +94,7 @@ class ShapingOp(ParameterizedOp):
 
     def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
         output_type = self._validate_input_type(tensor)
-        logits = checked_rows(tensor.data, tensor.type).clone()
+        logits = checked_rows(tensor.data, tensor.type).detach().clone()  # processors edit rows in place
         if len(logits):
             self.shaping.shape_rows(self._processors(logits, kwargs), logits)
             check_highest(logits, TensorType.LOGITS)

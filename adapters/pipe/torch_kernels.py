@@ -133,6 +133,7 @@ def sample_probs(
 def _sample(
     rows: torch.Tensor, weigh: _Weigh, indices: torch.Tensor | None, generator: torch.Generator | None
 ) -> torch.Tensor:
+    rows = rows.detach()  # ids have no gradient, and the weights that they are found by are integers
     num_samples = len(rows) if indices is None else len(indices)
     source = rows.device if generator is None else generator.device
     uniforms = torch.rand(num_samples, dtype=torch.float64, device=source, generator=generator).to(rows.device)
@@ -152,8 +153,9 @@ def _one_each(rows: torch.Tensor, weigh: _Weigh, uniforms: torch.Tensor) -> torc
 def _from_rows(rows: torch.Tensor, weigh: _Weigh, uniforms: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Group samples by row, so that millions of samples from one row do not copy it."""
     tokens = torch.empty_like(indices)
-    for row in torch.unique(indices).tolist():
-        mine = indices == row
+    ordered, samples = indices.sort()
+    chosen, counts = torch.unique_consecutive(ordered, return_counts=True)
+    for row, mine in zip(chosen.tolist(), torch.split(samples, counts.tolist()), strict=True):
         found = _search(weigh(rows[row : row + 1]).cumsum(-1), uniforms[mine].unsqueeze(0))
         tokens[mine] = found.squeeze(0).to(tokens.dtype)
     return tokens
@@ -170,8 +172,8 @@ def _top_k(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
 
 
 def _top_p(probs: torch.Tensor, top_p: PerRow) -> torch.Tensor:
-    kept = probs.clone()
-    for some, beyond in beyond_shares(probs, lambda some: weights_of_probabilities(probs[some]), top_p.values):
+    kept, keys = probs.clone(), probs.detach()
+    for some, beyond in beyond_shares(keys, lambda some: weights_of_probabilities(keys[some]), top_p.values):
         kept[some] = kept[some].masked_fill(beyond, 0.0)
     return kept
 

@@ -57,7 +57,10 @@ def _read_ids(path: Path, tokenizer: str | None) -> list[int]:
 
         encode = AutoTokenizer.from_pretrained(tokenizer).encode
         return [int(token_id) for token_id in encode(text, add_special_tokens=False)]
-    token_ids = json.loads(text)
+    try:
+        token_ids = json.loads(text)
+    except (ValueError, RecursionError):  # a text, perhaps
+        token_ids = None
     if not isinstance(token_ids, list) or any(type(token_id) is not int for token_id in token_ids):
         raise ValueError(f"{path} does not hold a JSON list of token ids; for text give --tokenizer")
     return token_ids

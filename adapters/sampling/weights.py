@@ -90,7 +90,7 @@ def weights_of_probabilities(probabilities: torch.Tensor) -> torch.Tensor:
     """
     exponents = torch.frexp(probabilities.amax(-1, keepdim=True).double()).exponent
     scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), -exponents)
-    return as_units(probabilities.double().mul_(scale), weight_bits(probabilities.shape[1]))
+    return as_units(probabilities.double() * scale, weight_bits(probabilities.shape[1]))
 
 
 def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -188,16 +190,30 @@ def choices(subject: Subject) -> None:
 @check("determinism", "the same arguments, history and logits give the same bits; no global random generator is used")
 def determinism(subject: Subject) -> None:
     """See `CHECKS`."""
-    for run in reference_runs(subject):
-        torch.manual_seed(run.seed + 77)
-        random.seed(run.seed + 77)
-        np.random.seed(run.seed + 77)
-        before = _generators()
-        again = run_reference(subject, run.case, run.seed)
-        if _generators() != before:
-            raise CheckFailed(f"uses a global random generator; use adapters.contract.random_numbers ({run})")
-        for index, outcome in enumerate(again.outcomes[: len(run.outcomes)]):
-            expect(outcome, run, index, "run again")
+    runs = reference_runs(subject)
+    with _own_generators():
+        for run in runs:
+            torch.manual_seed(run.seed + 77)
+            random.seed(run.seed + 77)
+            np.random.seed(run.seed + 77)
+            before = _generators()
+            again = run_reference(subject, run.case, run.seed)
+            if _generators() != before:
+                raise CheckFailed(f"uses a global random generator; use adapters.contract.random_numbers ({run})")
+            for index, outcome in enumerate(again.outcomes[: len(run.outcomes)]):
+                expect(outcome, run, index, "run again")
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Leaves the global random generators as they were: they are the test session's."""
+    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
 
 
 def _generators() -> tuple[bytes, object, str]:

@@ -47,11 +47,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         "_processor_and_check",
         [
-            pytest.param((subject, check), id=f"{subject.processor.name}-{check.name}")
+            pytest.param((subject, check), id=f"{_name(subject)}-{check.name}")
             for subject in subjects
             for check in CHECKS
         ],
     )
+
+
+def _name(subject: Subject) -> str:
+    """Name of the processor; that of its class while it has none, which is a check's to report."""
+    return str(getattr(subject.processor, "name", subject.original.__name__))
 
 
 @pytest.fixture

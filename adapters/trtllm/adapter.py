@@ -17,7 +17,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -196,6 +196,12 @@ class DynamoAdapter(TrtllmAdapter):
     ) -> None:
         super().__init__(end_id=end_id, report=report)
         self.processor = processor
+
+    def with_processor(self, processor: BaseLogitsProcessor) -> Self:
+        """The same for another processor; what it reports failures to is shared."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), processor=processor)
+        return made
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
@@ -19,6 +20,16 @@ def test_list_has_a_line_for_each_processor(capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*Catalog.default().names, "acme/loud"]
     assert lines[-1].split(maxsplit=3) == ["acme/loud", "bias", "nothing", "Raises the logit of one token."]
+
+
+@pytest.mark.parametrize("command", ["list", "schema"])  # less and more than a pipe holds
+def test_a_reader_that_has_read_enough_is_no_trouble(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        main([command])
+        monkeypatch.undo()
 
 
 def test_a_name_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ own parsers, data by what reads it. CONTRIBUTING.md says what a fence's language
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -188,3 +189,18 @@ def test_yaml_is_what_reads_it_takes(block: Block, tmp_path: Path) -> None:
 @blocks("toml")
 def test_toml_is_read(block: Block) -> None:
     assert tomllib.loads(block.text)
+
+
+def test_what_programs_import_is_exported() -> None:
+    """A type checker shows nobody a name that a package has only imported itself."""
+    trees = [ast.parse(block.text) for block in BLOCKS if block.language == "python"]
+    found = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    hidden = set()
+    for node in found:
+        if node.module is not None and node.module.partition(".")[0] in ("adapters", "worker"):
+            module = importlib.import_module(node.module)
+            for name in (each.name for each in node.names):
+                origin = getattr(getattr(module, name), "__module__", node.module)
+                if origin != node.module and name not in getattr(module, "__all__", ()):
+                    hidden.add(f"{node.module}.{name}")
+    assert hidden == set()

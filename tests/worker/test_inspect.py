@@ -17,9 +17,9 @@ from xml.etree import ElementTree
 import pytest
 import quickjs
 from rich.console import Console
-from served_worker import Client, serving
+from served_worker import Answer, Client, serving
 
-from adapters.client import processor
+from adapters.client import processor, selection
 from worker.__main__ import main
 from worker.arguments import parse_arguments
 from worker.inspect.command import model_options
@@ -396,6 +396,20 @@ async def test_the_answer_of_a_receipt(model: Path, tmp_path: Path, capsys: pyte
         status = await asyncio.to_thread(main, ["inspect", str(model), *files, "--device", "cpu", *argv])
         return status, capsys.readouterr().out
 
+    async def refused(receipt: dict[str, Any], *argv: str) -> str:
+        (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+        files = ["--receipt", str(tmp_path / "receipt.json"), "--prompt-file", str(tmp_path / "prompt.json")]
+        assert await asyncio.to_thread(main, ["inspect", str(model), *files, "--device", "cpu", *argv]) == 2
+        return capsys.readouterr().err
+
+    adapter = {"name": "mine", "digest": "aa"}
+    assert "model.adapter: the answer is of the LoRA adapter mine" in await refused(
+        {**answer.receipt, "model": {**answer.receipt["model"], "adapter": adapter}}
+    )
+    weights = [{"version": "1", "from_token": 0, "digest": "aa"}]
+    assert "weights[0].digest: the answer is of updated weights" in await refused(
+        {**answer.receipt, "weights": weights}
+    )
     status, text = await shown(answer.receipt)
     assert status == 0, text
     assert "answer: 6 tokens, equal to those recorded" in text
@@ -406,6 +420,28 @@ async def test_the_answer_of_a_receipt(model: Path, tmp_path: Path, capsys: pyte
     assert "A and B: equal, 6 tokens" in (await shown(answer.receipt, "--compare", str(seed)))[1]
     banned = processor("banned_tokens", token_ids=[answer.token_ids[2]])
     assert "A and B: equal up to position" in (await shown(answer.receipt, "--compare", json.dumps([banned])))[1]
+
+
+async def test_a_choice_beside_the_first_is_shown(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = {
+        "token_ids": PROMPT,
+        "annotations": ["logits_processors:" + selection(receipt=True)],
+        "sampling_options": {"temperature": 0.9, "seed": 5},
+        "stop_conditions": {"max_tokens": 6, "ignore_eos": True},
+    }
+    async with serving(model) as client:
+        first, second = [
+            Answer([chunk async for chunk in client.worker.server.serve(client.id(), raw, {}, choice)])
+            for choice in range(2)
+        ]
+    assert first.token_ids != second.token_ids
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    (tmp_path / "receipt.json").write_text(json.dumps(second.receipt))
+    files = ["--receipt", str(tmp_path / "receipt.json"), "--prompt-file", str(tmp_path / "prompt.json")]
+    status = await asyncio.to_thread(main, ["inspect", str(model), *files, "--device", "cpu"])
+    assert status == 0, capsys.readouterr().out
 
 
 async def _ask(client: Client) -> Any:

@@ -164,6 +164,16 @@ async def test_a_choice_beside_the_first_is_replayed(plain: Client, files: Files
     assert await files.replay(answers[1].receipt, PROMPT) == 0
 
 
+async def test_a_response_of_several_choices_has_several_receipts(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = await plain.ask(PROMPT, sampling_options=DRAWN, stop_conditions={"max_tokens": 3})
+    extensions = [{"engine_data": {"logits_processors": answer.receipt}}] * 2
+    assert await files.replay({"choices": [], "nvext": {"choices": extensions}}, PROMPT) == 2
+    assert "holds the receipts of 2 choices: give one of nvext.choices in a file of its own" in capsys.readouterr().err
+    assert await files.replay(extensions[0], PROMPT) == 0
+
+
 async def test_an_order_is_recorded(plain: Client, files: Files) -> None:
     asked = {"sampling_options": {"temperature": 3.0, "min_p": 0.9, "seed": 5}, "stop_conditions": {"max_tokens": 40}}
     answer = await plain.ask(PROMPT, order=["min_p", "temperature"], **asked)

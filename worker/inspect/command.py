@@ -33,7 +33,7 @@ from worker.replay.position import NUM_CANDIDATES
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
 from worker.replay.run import LoadedModel, Replayed, loaded
-from worker.replay.verdict import check_model_digest, is_equal, notes, verdict
+from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
 
 EXIT_SHOWN, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
 
@@ -142,7 +142,10 @@ def _say(line: str) -> None:
 
 
 async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Recorded | None) -> Shown:
-    async with loaded(arguments) as model:
+    adapter = None if recorded is None else recorded.receipt.model.adapter
+    if recorded is not None:
+        check_adapter(recorded.receipt, dict(arguments.lora_modules))
+    async with loaded(arguments, None if adapter is None else adapter.name) as model:
         if recorded is None:
             requests = _prompt_requests(options, model)
             lines = [f"engine: {model.server.engine} {model.server.version}, computed by {model.server.computed_by}"]
@@ -187,10 +190,12 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
 
 def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded: Recorded) -> list[InspectedRequest]:
     """The answer of a receipt, and the one that it is compared with."""
+    check_weights(recorded.receipt, model.weights_digest)
     check_model_digest(model.server, recorded.receipt)
     prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer)
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
-    first = InspectedRequest("A", prompt, recorded.params, selection, recorded.receipt.generated_tokens)
+    number, choice = recorded.receipt.generated_tokens, recorded.request.choice
+    first = InspectedRequest("A", prompt, recorded.params, selection, number, choice)
     if options.compare is None:
         return [first]
     if _is_seed(options.compare):

@@ -25,6 +25,7 @@ class InspectedRequest:
         params: Sampling controls, with a seed.
         selection: Selected processors.
         num_tokens: Longest answer, in tokens.
+        choice: Index of the answer among several to one prompt.
     """
 
     name: str
@@ -32,6 +33,7 @@ class InspectedRequest:
     params: SamplingParams
     selection: Selection
     num_tokens: int
+    choice: int = 0
 
     def with_seed(self, name: str, seed: int) -> InspectedRequest:
         """The same request with another seed."""
@@ -107,10 +109,8 @@ async def record(model: LoadedModel, inspected: InspectedRequest, num_candidates
     Raises:
         InvalidRequest: it cannot be served.
     """
-    request, copy = [
-        await model.request(f"inspect-{inspected.name}", inspected.prompt, inspected.params, inspected.selection)
-        for _ in range(2)
-    ]
+    asked = inspected.prompt, inspected.params, inspected.selection, inspected.choice
+    request, copy = [await model.request(f"inspect-{inspected.name}", *asked) for _ in range(2)]
     tap = model.tap(request, copy, num_candidates=num_candidates)
     replayed = replay(model.stepper, request, inspected.num_tokens, tap)
     assert inspected.params.seed is not None

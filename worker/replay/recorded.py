@@ -151,6 +151,7 @@ def read_receipt(path: Path) -> Recorded:
     for key in ("nvext", "engine_data", CHANNEL):
         if isinstance(data, dict) and key in data:
             data = data[key]
+    _refuse_several(path, data)
     if not isinstance(data, dict) or not data.keys() & RecordedReceipt.model_fields.keys() - {"model"}:
         raise ConfigurationError(
             f"{path}: holds no receipt: a request gets one with its answer if its selection of processors says "
@@ -169,6 +170,17 @@ def read_receipt(path: Path) -> Recorded:
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{path}: request.sampling: {error}") from None
     return Recorded(receipt, request, params)
+
+
+def _refuse_several(path: Path, nvext: Any) -> None:
+    """Raises `ConfigurationError` for the part of a response that has a receipt for each choice."""
+    choices = nvext.get("choices") if isinstance(nvext, dict) else None
+    listed = choices if isinstance(choices, list) else []
+    found = [one for one in listed if isinstance(one, dict) and "engine_data" in one]
+    if found:
+        raise ConfigurationError(
+            f"{path}: holds the receipts of {len(found)} choices: give one of nvext.choices in a file of its own"
+        )
 
 
 def _json(path: Path) -> Any:

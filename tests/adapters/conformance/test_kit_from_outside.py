@@ -5,12 +5,15 @@ third-party classes.
 from __future__ import annotations
 
 import importlib
+import random
 import re
 import sys
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import broken_processors
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +22,7 @@ from adapters.catalog import Catalog, Entry, Requested, Selection, SelectionErro
 from adapters.chain import apply_chain
 from adapters.command import main
 from adapters.contract import Ban, Edit, Stage, SteeringProcessor, edits
-from adapters.testing import CHECKS, CheckFailed, Subject, check_processor
+from adapters.testing import CHECKS, CheckFailed, Subject, check_processor, plugin
 from adapters.testing.kit_model import kit_context
 
 pytestmark = pytest.mark.slow
@@ -113,6 +116,24 @@ def test_a_processor_without_arguments_needs_a_name_and_a_stage() -> None:
         Entry("least", Least).parse_args(Requested("least", {"n": 1}))
 
 
+def test_random_generators_are_left_as_they_were() -> None:
+    """They are the test session's."""
+
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+    def seed() -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+
+    seed()
+    expected = drawn()
+    seed()
+    assert check_processor(Least, [{}], only=["determinism"]).passed
+    assert drawn() == expected
+
+
 def test_the_pitfall_that_the_page_tells_is_caught(page_files: dict[str, str]) -> None:
     cap = importlib.import_module("soft_cap")
     source = page_files["soft_cap.py"]
@@ -162,6 +183,27 @@ def test_plugin_needs_the_mark(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*_OPTIONS)
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*processor_check without @pytest.mark.logits_processor*"])
+
+
+def test_plugin_leaves_a_missing_name_to_its_check() -> None:
+    class Nameless(SteeringProcessor):
+        """A processor whose author has forgotten the name."""
+
+        stage = Stage.MASK
+
+        def edit(self) -> Edit | None:
+            return None
+
+    mark = pytest.mark.logits_processor(Nameless, examples=[]).mark
+    ids: list[Any] = []
+    metafunc: Any = SimpleNamespace(
+        fixturenames=[plugin.FIXTURE],
+        definition=SimpleNamespace(iter_markers=lambda name: [mark]),
+        parametrize=lambda name, params: ids.extend(each.id for each in params),
+    )
+    plugin.pytest_generate_tests(metafunc)
+    assert ids[0] == "Nameless-declares"
+    assert "Nameless.name is not set" in str(check_processor(Nameless, only=["declares"]))
 
 
 def test_command_reports_and_sets_the_status(capsys: pytest.CaptureFixture[str]) -> None:

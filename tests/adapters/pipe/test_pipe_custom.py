@@ -27,7 +27,15 @@ from adapters.pipe import (
     compile_pipeline,
     legalize_processors,
 )
-from adapters.pipe.operators import FusedTemperatureSoftmaxOp, SoftmaxOp, TemperatureOp, TopPOp
+from adapters.pipe.operators import (
+    FusedProbsTopPSampleOp,
+    FusedTemperatureSoftmaxOp,
+    ProbsSampleOp,
+    ProbsTopKOp,
+    SoftmaxOp,
+    TemperatureOp,
+    TopPOp,
+)
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
 
@@ -101,6 +109,35 @@ def test_names_that_custom_ops_take() -> None:
         LogitsPipe([Ops(FlipOp())])(X, factor=2.0)
     assert torch.equal(LogitsPipe([Ops(FlipOp())])(X), -X)
     assert torch.equal(LogitsPipe([Ops(SilentOp())])(X, factor=2.0), 2 * X)
+
+
+def test_an_op_is_given_what_its_signature_has() -> None:
+    """The parameters of a call are those of all ops, and an op without ``**kwargs`` has few."""
+
+    class ShiftOp(Op):
+        IN, OUT = TensorType.LOGITS, TensorType.LOGITS
+
+        def __call__(self, tensor: TaggedTensor, shift: float = 0.0) -> TaggedTensor:
+            return TaggedTensor.logits(tensor.data + shift)
+
+    pipe = LogitsPipe([Ops(FlipOp(), ShiftOp()), Temperature(), Softmax()])
+    assert torch.equal(pipe(X, temperature=2.0), (-X / 2).softmax(-1))
+    assert torch.equal(pipe(X, temperature=2.0, shift=1.0), ((1 - X) / 2).softmax(-1))
+
+
+@pytest.mark.parametrize("compile_", [True, False])
+def test_a_top_k_op_of_ones_own_is_not_joint(compile_: bool) -> None:
+    """`TopK` gives its op the flag; one that is made without it has none."""
+    given = {"top_p": 0.9, "indices": torch.zeros(200, dtype=torch.int64)}
+    drawn = [
+        LogitsPipe([Softmax(), first, TopP(), Sample()], compile_)(
+            X, generator=torch.Generator().manual_seed(3), **given
+        )
+        for first in (Ops(ProbsTopKOp(top_k=3)), TopK(top_k=3))
+    ]
+    assert torch.equal(*drawn)
+    ops = compile_pipeline([ProbsTopKOp(top_k=3), TopPOp(), ProbsSampleOp()])
+    assert [type(op) for op in ops] == [ProbsTopKOp, FusedProbsTopPSampleOp]
 
 
 def test_nan_made_by_a_custom_op_is_refused_by_the_next() -> None:

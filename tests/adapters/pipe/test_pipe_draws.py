@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from effort import grid
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.pipe import LogitsPipe, LogitsProcessor, MinP, Sample, Softmax, Temperature, TensorType, TopK, TopP
 
@@ -146,3 +149,28 @@ def test_parameters_per_row_belong_to_the_rows_not_to_the_draws() -> None:
 def test_top_k_1_of_equal_most_likely_tokens_gives_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0]] * 40)
     assert set(LogitsPipe([Softmax(), TopK(top_k=1), Sample()])(logits).tolist()) == {1}
+
+
+class _Made(TorchDispatchMode):
+    """Counts the elements of the tensors that operations make."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not any(result is each for each in args):
+            self.count += result.numel()
+        return result
+
+
+def test_samples_of_many_rows_cost_what_they_are() -> None:
+    """Twice the rows with twice the samples are twice the work."""
+
+    def work(num_rows: int) -> int:
+        rows = torch.arange(num_rows).repeat(8)
+        pipe, probs = LogitsPipe([Sample()], input_type=TensorType.PROBS), torch.ones(num_rows, 4)
+        with _Made() as counted:
+            pipe(probs, indices=rows, generator=seeded(17))
+        return counted.count
+
+    assert work(400) < 3 * work(200)

@@ -119,3 +119,13 @@ def test_both_modules_have_every_kernel(calls: list[Any]) -> None:
     assert len(names) == 12
     for module in (kernels.kernels_for(rows()), torch_kernels):
         assert all(callable(getattr(module, name)) for name in names)
+
+
+def test_a_temperature_beyond_float32_is_not_infinite(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+    """A masked logit divided by it would be NaN."""
+    kernel, highest = kernels.kernels_for(rows()), torch.finfo(torch.float32).max
+    kernel.softmax(PROBS, parameters.temperatures(1e300, 2), None)
+    kernel.softmax(PROBS, parameters.temperatures(torch.tensor([1e300, 1.0], dtype=torch.float64), 2), None)
+    given = [kwargs["temperature"] for _, _, kwargs in calls]
+    assert given[0] == highest
+    assert given[1].tolist() == [highest, 1.0]

@@ -13,7 +13,19 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters.pipe import LogitsPipe, LogitsProcessor, MinP, Sample, Softmax, Temperature, TensorType, TopK, TopP
+from adapters.pipe import (
+    LogitsPipe,
+    LogitsProcessor,
+    MinP,
+    Sample,
+    Shaping,
+    Softmax,
+    Temperature,
+    TensorType,
+    TopK,
+    TopP,
+)
+from adapters.processors.truncation import TypicalP
 
 UNITS = 1024
 """Probabilities are multiples of 1 / 1024 here, so that float32 holds them and sums of them
@@ -190,3 +202,31 @@ def test_probabilities_may_sum_to_any_value_and_below_0_are_0() -> None:
     assert LogitsPipe([TopP(top_p=0.9)])(torch.tensor([[0.08, 0.92], [-0.25, 1.25]])).tolist() == [[0, 1], [0, 1]]
     assert LogitsPipe([MinP(min_p=0.05)])(torch.tensor([[-0.25, 1.25]])).tolist() == [[0, 1]]
     assert LogitsPipe([TopP(top_p=0.5)])(torch.tensor([[2.0, 1.0, 1.0]])).tolist() == [[1, 0, 0]]
+
+
+def test_float64_rows_are_ordered_by_their_own_values() -> None:
+    """Not by their integer weights, which are equal here."""
+    probs = torch.tensor([[0.4, 0.4 + 1e-15, 0.2 - 1e-15]], dtype=torch.float64)
+    assert LogitsPipe([TopP(top_p=0.3)])(probs).tolist() == [[0, 1, 0]]
+
+
+@pytest.mark.parametrize("width", [50, 3000])
+def test_logits_of_a_model_that_is_trained(width: int) -> None:
+    """They require a gradient, where nobody has said ``no_grad``."""
+    logits = torch.randn(3, width, generator=torch.Generator().manual_seed(8))
+    chains: list[list[LogitsProcessor]] = [
+        [Temperature(temperature=0.8), TopK(top_k=20), Sample()],
+        [Softmax(), TopK(top_k=20), TopP(top_p=0.8), MinP(min_p=0.1), Sample()],
+        [Softmax(), TopK(top_k=20, joint_topk_topp=True), TopP(top_p=0.8), Sample()],
+        [Shaping(TypicalP, p=0.5), Sample()],
+    ]
+    for chain in chains:
+        pipe = LogitsPipe(chain, input_type=TensorType.LOGITS)
+        drawn = [
+            pipe(rows, generator=torch.Generator().manual_seed(9)) for rows in (logits, logits.clone().requires_grad_())
+        ]
+        assert torch.equal(*drawn)
+    trained = logits.clone().requires_grad_()
+    kept = LogitsPipe([Softmax(), TopP(top_p=0.5)])(trained)
+    torch.autograd.backward(kept[:, kept[0].argmax()].sum())
+    assert trained.grad is not None

@@ -317,7 +317,8 @@ def test_the_command_encodes_text(tmp_path, capsys) -> None:
     [
         ("[1, true]", KEY.hex(), "JSON list"),
         ("{}", KEY.hex(), "JSON list"),
-        ("a b", KEY.hex(), "Expecting value"),
+        ("a b", KEY.hex(), "JSON list of token ids; for text give --tokenizer"),
+        ("[" * 100_000, KEY.hex(), "JSON list"),
         ("[1]", "xyz", "hexadecimal"),
         ("[1]", "00", "16 to 64"),
         ("[-1]", KEY.hex(), "token ids"),

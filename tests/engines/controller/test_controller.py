@@ -15,7 +15,13 @@ from engine_doubles import ScriptedModel
 
 from worker.engines.embedded import Engine
 from worker.engines.embedded.controller.controller import NO_TOKEN, TextGenerationController
-from worker.engines.embedded.controller.types import InferenceParams, InferenceRequest, TokenStream, TopN
+from worker.engines.embedded.controller.types import (
+    InferenceParams,
+    InferenceRequest,
+    MaxSequenceLengthOverflowError,
+    TokenStream,
+    TopN,
+)
 
 EOD = 99
 
@@ -278,6 +284,9 @@ def test_top_n_errors(arguments: dict[str, Any], problem: str) -> None:
         ({"num_tokens_total": True}, "num_tokens_total"),
         ({"stop_words": "stop"}, "stop_words"),
         ({"stop_words": 5}, "stop_words"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"logits_processor": print}, "logits_processor must be a list of callables"),
+        ({"processors": {"name": "min_tokens"}}, "processors must be a list of processors by name"),
         ({"n": 0}, "n must"),
         ({"n": 2, "temperature": 0.0}, "best_of"),
     ],
@@ -294,6 +303,32 @@ def test_what_needs_a_history_is_refused_without_one() -> None:
         sample(torch.zeros(1, 20), InferenceParams(processors=[{"name": "min_tokens", "args": {"n": 1}}]))
     with pytest.raises(ValueError, match="1 rows, 2 sampling_params"):
         sample(torch.zeros(1, 20), [InferenceParams()] * 2)
+
+
+def test_wrong_arguments_are_named() -> None:
+    logits = torch.zeros(2, 20)
+    with pytest.raises(ValueError, match=r"^last_token_logits must have shape \[B, V\], got \[20\]"):
+        sample(logits[0], InferenceParams())
+    with pytest.raises(ValueError, match=r"^positions must be integers of at least 0, got \[3, -1\]"):
+        sample(logits, InferenceParams(), positions=[3, -1])
+    with pytest.raises(ValueError, match=r"^positions must be a list of integers, got Tensor"):
+        sample(logits, InferenceParams(), positions=torch.tensor([3, 4]))
+    request = InferenceRequest(request_id=0, prompt_tokens=[5])
+    with pytest.raises(ValueError, match=r"^active_streams has \[7\], which are no keys of active_requests"):
+        CONTROLLER.generate_all_output_tokens_static_batch({0: request}, {7: TokenStream(7)})
+    with pytest.raises(ValueError, match=r"^prompt of request 0 must be a text, got 5"):
+        CONTROLLER.add_request(InferenceRequest(request_id=0, prompt=5))  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_fills_the_context_is_too_long() -> None:
+    """Even to be scored: one token is sampled then, and dropped."""
+    full = [3] * CONTROLLER.engine.info.context_length
+    for most in (0, None, 1):
+        request = InferenceRequest(
+            request_id=0, prompt_tokens=full, sampling_params=InferenceParams(num_tokens_to_generate=most)
+        )
+        with pytest.raises(MaxSequenceLengthOverflowError):
+            CONTROLLER.add_request(request)
 
 
 # Status and padding
@@ -344,6 +379,13 @@ def test_inference_input() -> None:
     assert mask.shape == (2, 1, 3, 3)
     assert (~mask[0, 0]).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert (~mask[1, 0]).int().tolist() == [[1, 0, 0]] * 3
+
+
+def test_the_inference_input_is_where_the_tokens_are() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    requests = {0: InferenceRequest(request_id=0, prompt_tokens=[1, 2])}
+    found = CONTROLLER.prep_inference_input(tokens, requests, use_attention_mask=True)
+    assert {name: each.device.type for name, each in found.items() if each is not None} == dict.fromkeys(found, "meta")
 
 
 def test_stream_tokens() -> None:

@@ -5,10 +5,10 @@ scored.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -460,26 +460,62 @@ def test_the_stop_word_callback_may_name_active_requests_alone(controller: TextG
     assert controller.generate_output_tokens_dynamic_batch() is None
 
 
-def test_what_ends_in_a_step_whose_callback_raises_is_complete(controller: TextGenerationController) -> None:
-    """It stayed active for ever, and its stream open."""
-    requests, stream = batch(top_k=1), TokenStream(0)
-    requests[0].sampling_params = InferenceParams(num_tokens_to_generate=1, termination_id=-1)
+def test_a_callback_that_raises_loses_no_request(controller: TextGenerationController) -> None:
+    """The step has been done: what ended in it is complete, and leaves the batch."""
+    short = replace(batch(top_k=1)[0], request_id="short")
+    short.sampling_params = replace(short.sampling_params, num_tokens_to_generate=2)
+    long = replace(batch(top_k=1)[1], request_id="long")
+    stream = TokenStream("short")
+    controller.add_request(short, stream)
+    controller.add_request(long)
 
-    def callback(active: list[Any]) -> set[Any]:
-        raise RuntimeError("broken")
+    def callback(active: list[Any]) -> list[Any]:
+        if long.generated_length == 2:
+            raise ZeroDivisionError
+        return []
 
     controller.set_stop_word_finished_ids_callback(callback)
     try:
-        for key, request in requests.items():
-            controller.add_request(request, stream if key == 0 else None)
-        step: DynamicStep | dict[str, Any] | None = {}
-        while step is not None:
-            with contextlib.suppress(RuntimeError):
-                step = controller.generate_output_tokens_dynamic_batch()
+        with pytest.raises(ZeroDivisionError):
+            run_dynamic(controller, {})
     finally:
         controller.set_stop_word_finished_ids_callback(None)
-    assert {one.status for one in requests.values()} == {Status.COMPLETED}
+    assert (short.status, short.finish_reason, short.generated_length) == (Status.COMPLETED, "length", 2)
     assert stream.finished
+    assert stream._items[-1].generated_tokens == short.generated_tokens
+    assert (long.status, long.generated_length) == (Status.ACTIVE, 2)
+    controller.abort_request("long")
+    controller.generate_all_output_tokens_static_batch(batch())
+
+
+async def test_a_static_batch_that_breaks_tells_its_streams(controller: TextGenerationController) -> None:
+    controller.set_stop_word_finished_ids_callback(lambda active: ["nobody"])
+    stream = TokenStream(0)
+    try:
+        with pytest.raises(ValueError, match="nobody"):
+            controller.generate_all_output_tokens_static_batch(batch(), {0: stream})
+    finally:
+        controller.set_stop_word_finished_ids_callback(None)
+    with pytest.raises(ValueError, match="nobody"):
+        _ = [item async for item in stream.generator()]
+
+
+def test_a_streamed_answer_is_not_decoded_at_each_token(
+    controller: TextGenerationController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text grows in the engine: decoding it as a whole each time would take the square."""
+    decoded: list[int] = []
+    plain = controller.tokenizer.detokenize
+
+    def detokenize(ids: Sequence[int], skip_special_tokens: bool = True) -> Any:
+        decoded.append(len(ids))
+        return plain(ids, skip_special_tokens)
+
+    monkeypatch.setattr(controller.tokenizer, "detokenize", detokenize)
+    stream, requests = TokenStream(0), batch(top_k=1)
+    controller.generate_all_output_tokens_static_batch(requests, {0: stream})
+    assert decoded == []
+    assert stream._items[-1].generated_text == requests[0].generated_text
 
 
 def test_end_tokens_are_not_counted() -> None:

@@ -99,6 +99,18 @@ def test_min_p_holds_on_the_cpu() -> None:
     assert set(sampling.generated_tokens[0].tolist()) == {4, 5}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_stay_as_they_are(dtype: torch.dtype) -> None:
+    """One buffer may be sampled from again, and then has no penalties and masks of before."""
+    logits = torch.randn(WIDTH, 2, generator=torch.Generator().manual_seed(1)).to(dtype).T
+    before = logits.clone()
+    packed = torch.stack([bitmask_of(range(0, WIDTH, 2), WIDTH)] * 2)
+    sampling = processor(hot(repetition_penalty=1.5, top_k=20), SamplingParams(), bitmask=packed)
+    sampling(logits)
+    sampling(logits)
+    assert torch.equal(logits, before)
+
+
 # -- rows
 
 
@@ -148,7 +160,7 @@ def test_the_last_row_of_each_request_is_sampled() -> None:
     assert sampling.get_new_tokens_numpy().tolist() == [11, 14]
 
 
-@pytest.mark.parametrize("offsets", [[0, 2], [0, 2, 2], [0, 3, 2], [0, 2, 6]])
+@pytest.mark.parametrize("offsets", [[0, 2], [0, 2, 2], [0, 3, 2], [0, 2, 6], [-3, -2, 2]])
 def test_offsets_that_do_not_fit(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="logit_offsets must be 3 numbers that rise to at most 5"):
         processor(hot(), hot())(level(5), None, torch.tensor(offsets))

@@ -26,7 +26,7 @@ from kv_doubles import RecallModel
 from kv_doubles import answer as recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adapters import TemperatureProcessor, create_trtllm_adapters
+from adapters import ForcedSequenceProcessor, TemperatureProcessor, create_trtllm_adapters
 from adapters.chain import ProcessorChain
 from adapters.client import healed
 from adapters.contract import Context
@@ -262,9 +262,16 @@ def test_an_argument_of_another_type_is_refused_by_its_name(engine: Engine) -> N
         InvalidRequest, match=r"^prompts\[0\].processors\[0\]: must be an object such as {.*}, got 'min_p'"
     ):
         engine.generate([[5]], processors=["min_p"])  # type: ignore[list-item]
-    for processors in ({"name": "min_p"}, "min_p"):
+    for processors in ({"name": "min_p"}, "min_p", 5):
         with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
             engine.generate([[5]], processors=processors)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
+            engine.add([5], processors=processors)  # type: ignore[arg-type]
+    for prompt in (5, b"ab", {5: 6}):
+        with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: must be a text or a list of token ids, got"):
+            engine.add(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^sampling_params must be SamplingParams"):
+        engine.add([5], "greedy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^speculation must be True or False, got 'no'"):
         engine.generate([[5]], speculation="no")  # type: ignore[arg-type]
     for prompt in (5, None, b"ab", {5: 6}):
@@ -353,6 +360,64 @@ def test_processors_by_callable(engine: Engine) -> None:
     shared = SamplingParams(max_tokens=6, logits_processor=list(cold), temperature=1.0, seed=2, ignore_eos=True)
     greedy = engine.generate(TEXTS[:2], SamplingParams(max_tokens=6, ignore_eos=True))
     assert [one.token_ids for one in engine.generate(TEXTS[:2], shared)] == [one.token_ids for one in greedy]
+
+
+def test_a_callable_with_a_state_is_given_as_it_was() -> None:
+    """Each answer has a copy, in a later call too: where the first one began is no matter of it."""
+
+    class Failing:  # of no module, so that it cannot be pickled
+        def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+    class Reports:
+        def __init__(self) -> None:
+            self.found: list[Any] = []
+
+        def add(self, failure: Any) -> None:
+            self.found.append(failure)
+
+    engine, forced = scripted(), ForcedSequenceProcessor([20, 21, 22], 5)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logits_processor=list(create_trtllm_adapters([forced])))
+    for prompts in ([[3, 4]], [[3, 4, 6]], [[3], [3, 4]]):
+        assert [one.token_ids for one in engine.generate(prompts, params)] == [[20, 21, 22, 5]] * len(prompts)
+    assert forced.prompt_length is None
+    reports = Reports()
+    failing = create_trtllm_adapters([Failing()], report=reports.add)
+    results = engine.generate([[3], [4]], SamplingParams(max_tokens=4, logits_processor=list(failing)))
+    assert [one.finish_reason for one in results] == ["error"] * 2
+    assert len(reports.found) == 2
+    assert failing[0].failure is None
+
+
+def test_a_callable_that_cannot_be_copied_has_one_answer() -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+            logits[20] = 100.0
+
+    engine = scripted()
+    params = SamplingParams(max_tokens=1, logits_processor=list(create_trtllm_adapters([Locked()])))
+    assert engine.generate([[3]], params)[0].token_ids == [20]
+    for prompts in ([[3]], [[3], [4]]):
+        with pytest.raises(InvalidRequest, match=r"Locked is given for several answers and cannot be copied"):
+            engine.generate(prompts, params)
+
+
+def test_a_chain_has_one_answer_in_all() -> None:
+    """The fields of its answer and other callables have joined it: a second one had them twice."""
+    engine = scripted()
+    context = Context(Vocabulary(engine.info.vocab_size))
+    cold = create_trtllm_adapters([ProcessorChain([], context), TemperatureProcessor(0.5)])
+    params = SamplingParams(max_tokens=2, ignore_eos=True, logits_processor=list(cold))
+    first = engine.add([3, 4], params)
+    with pytest.raises(InvalidRequest, match="a chain serves one answer"):
+        engine.add([3, 4], params)
+    engine.abort(first)
+    with pytest.raises(InvalidRequest, match="a chain serves one answer"):
+        engine.generate([[3, 4]], params)
+    assert engine.session.is_idle
 
 
 def test_guides_bad_words_and_thinking(engine: Engine, tokenizer: Any) -> None:
@@ -875,6 +940,25 @@ def test_generate_beside_requests_that_were_added() -> None:
     (result,) = engine.generate([4], SamplingParams(max_tokens=6, ignore_eos=True))
     assert result.prompt_token_ids == [4]
     assert [one.request_id for one in engine.step()] == [added]
+
+
+def test_an_aborted_prompt_waits_for_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted()
+    other = engine.add([3, 4], SamplingParams(max_tokens=50, ignore_eos=True))
+    advance = engine._advance
+
+    def advance_and_abort() -> list[Result]:
+        """What another thread may do between two steps."""
+        done = advance()
+        for request_id in engine.unfinished:
+            if request_id != other:
+                engine.abort(request_id)
+        return done
+
+    monkeypatch.setattr(engine, "_advance", advance_and_abort)
+    (result,) = engine.generate([[7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 1)
+    assert engine.unfinished == [other]
 
 
 def test_leaving_the_engine_drops_what_runs() -> None:

@@ -121,6 +121,8 @@ class FusedSamplingProcessor:
     ) -> None:
         """Sample a token for each request, from its last row; arguments as `logits_for_sampling`.
 
+        The logits are not changed.
+
         Raises:
             AssertionError: as `logits_for_sampling`.
             ValueError: the logits, the offsets or the bitmask do not fit the batch.
@@ -128,8 +130,10 @@ class FusedSamplingProcessor:
         chosen, offsets = self.logits_for_sampling(logits, next_token_logits, logit_offsets)
         if offsets is not None:
             chosen = chosen[self._last_rows(chosen, offsets)]
+        # a copy, row by row in memory: the sampler edits what it is given
+        rows = chosen.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         plan = Plan(self._requests, (), self._requests)
-        samples = self._sampler.sample(chosen, plan_edits(plan), plan, bitmask=self._bitmask)
+        samples = self._sampler.sample(rows, plan_edits(plan), plan, bitmask=self._bitmask)
         self.errors = samples.errors
         for row, request in enumerate(self._requests):
             if row not in samples.errors:
@@ -142,7 +146,7 @@ class FusedSamplingProcessor:
     def _last_rows(self, logits: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         bounds = offsets.to(torch.int64)
         fits = len(bounds) == len(self._requests) + 1 and int(bounds[-1]) <= len(logits)
-        if not fits or bool((bounds[1:] <= bounds[:-1]).any()):
+        if not fits or int(bounds[0]) < 0 or bool((bounds[1:] <= bounds[:-1]).any()):
             raise ValueError(
                 f"logit_offsets must be {len(self._requests) + 1} numbers that rise to at most {len(logits)}, "
                 f"got {bounds.tolist()}"

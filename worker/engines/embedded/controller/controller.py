@@ -108,6 +108,8 @@ class TextGenerationController(PaddedBatches, Streaming):
         Raises:
             ValueError: a shape does not fit, or a control needs a request's history.
         """
+        if last_token_logits.dim() != 2:
+            raise ValueError(f"last_token_logits must have shape [B, V], got {list(last_token_logits.shape)}")
         count, width = last_token_logits.shape
         params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
         check_sampling(params, count, width, vocab_size, positions)
@@ -209,9 +211,12 @@ class TextGenerationController(PaddedBatches, Streaming):
             MaxSequenceLengthOverflowError: prompt and answer of a request do not fit into the
                 context.
             InvalidRequest: a request cannot be served.
-            ValueError: there are more answers than the engine's batch size, or a dynamic batch is
-                unfinished.
+            ValueError: there are more answers than the engine's batch size, a stream has no
+                request, or a dynamic batch is unfinished.
         """
+        unknown = [key for key in active_streams or {} if key not in active_requests]
+        if unknown:
+            raise ValueError(f"active_streams has {unknown}, which are no keys of active_requests")
         streams = {active_requests[key].request_id: stream for key, stream in (active_streams or {}).items()}
         try:
             with self._lock:
@@ -254,6 +259,11 @@ class TextGenerationController(PaddedBatches, Streaming):
                     self._step()
                 more = bool(self._running)
             return more
+        except BaseException as error:
+            for running in list(self._running.values()):
+                if running.stream is not None:  # before it ends below as if all were well
+                    running.stream.finish(error)
+            raise
         finally:
             if not more:
                 self._end_static_batch()
@@ -288,7 +298,7 @@ class TextGenerationController(PaddedBatches, Streaming):
             self._session.add(group)
 
     def _check_length(self, field: str, params: InferenceParams, prompt_length: int) -> None:
-        total = prompt_length + (params.max_tokens(prompt_length) or 0)
+        total = prompt_length + (params.max_tokens(prompt_length) or 1)  # a scored prompt has a token that is dropped
         most = self.engine.info.context_length
         if total > most:
             raise MaxSequenceLengthOverflowError(field, f"{total} tokens in all are more than the context of {most}")
@@ -305,7 +315,7 @@ class TextGenerationController(PaddedBatches, Streaming):
                 report.add(running, event)
         try:
             self._finish_by_callback(touched)
-        finally:  # the callback may raise, and the step has been done
+        finally:  # the step has been done, whatever the callback raises
             for key, running in touched.items():
                 if key in self._running:  # the callback may have ended it
                     self._stream(running)

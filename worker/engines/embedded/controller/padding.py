@@ -61,11 +61,11 @@ class PaddedBatches(Texts):
             bool ``[B, 1, T, T]``, true where attention is masked: later tokens, and padding.
         """
         count, length = prompts_tokens.shape
-        positions = torch.arange(length).expand(count, length)
+        positions = torch.arange(length, device=prompts_tokens.device).expand(count, length)
         mask = None
         if use_attention_mask:
             lengths = [len(self._prompt_tokens(one)) for one in active_requests.values()]
-            ends = torch.tensor([*lengths, *[length] * (count - len(lengths))])
+            ends = torch.tensor([*lengths, *[length] * (count - len(lengths))]).to(positions.device)
             ahead = positions[0][None, :] > positions[0][:, None]
             mask = (ahead[None] | (positions[0][None, None, :] >= ends[:, None, None]))[:, None]
         return {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": mask}

@@ -37,10 +37,14 @@ def check_sampling(
     vocab_size: int | None,
     positions: Sequence[int] | None,
 ) -> None:
-    """Raise `ValueError` if a shape does not fit, or a control needs a request's history."""
+    """Raise `ValueError` for wrong shapes and positions, and for what needs a request's history."""
     default = InferenceParams()
+    if positions is not None and not isinstance(positions, Sequence):  # a tensor has no truth value
+        raise ValueError(f"positions must be a list of integers, got {type(positions).__name__}")
     if len(params) != count or (positions is not None and len(positions) != count):
         raise ValueError(f"there are {count} rows, {len(params)} sampling_params and {positions} as positions")
+    if any(type(position) is not int or position < 0 for position in positions or ()):
+        raise ValueError(f"positions must be integers of at least 0, got {positions}")
     if vocab_size is not None and not 0 < vocab_size <= width:
         raise ValueError(f"vocab_size must be from 1 to the {width} columns of the logits, got {vocab_size}")
     for name in _NEEDS_HISTORY:

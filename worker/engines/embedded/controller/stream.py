@@ -95,7 +95,10 @@ class Streaming(Texts):
         text: str | None,
         with_segments: bool,
     ) -> InferenceRequest:
-        own, segments = self.detokenize_generations(ids, len(ids), with_segments)
+        segments: list[list[str]] | None = None
+        if text is None or with_segments:  # else the whole answer would be decoded again at each token
+            own, segments = self.detokenize_generations(ids, len(ids), with_segments)
+            text = own if text is None else text
         shown = None
         if log_probs is not None:
             shown = [float(one) for one in log_probs[prompt_length - 1 : prompt_length - 1 + len(ids)]]
@@ -105,7 +108,7 @@ class Streaming(Texts):
             prompt_tokens=request.prompt_tokens,
             sampling_params=request.sampling_params,
             status=request.status,
-            generated_text=own if text is None else text,
+            generated_text=text,
             generated_segments=None if segments is None else segments[0],
             generated_tokens=ids,
             generated_log_probs=shown,

@@ -11,6 +11,7 @@ import torch
 
 from adapters.strict_json import has_half_a_pair
 from worker.engines.embedded.controller.types import InferenceRequest
+from worker.errors import shown
 from worker.text.incremental_text import IncrementalText
 
 
@@ -151,6 +152,8 @@ class Texts:
             return list(request.prompt_tokens)
         if request.prompt is None:
             raise ValueError(f"request {request.request_id!r} has neither prompt nor prompt_tokens")
+        if not isinstance(request.prompt, str):
+            raise ValueError(f"prompt of request {request.request_id!r} must be a text, got {shown(request.prompt)}")
         if has_half_a_pair(request.prompt):
             raise ValueError(f"prompt of request {request.request_id!r} has half of a surrogate pair")
         return self.tokenize_prompt(self.tokenizer, request.prompt, request.sampling_params.add_BOS)

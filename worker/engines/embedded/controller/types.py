@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypedDict
@@ -26,6 +26,14 @@ Megatron-Core's is by text, where two ids of equal text are one entry.
 
 MEGATRON_OFF = 0
 """``top_k`` 0 and ``top_p`` 0.0 are off."""
+
+_LISTS = {
+    "stop_token_ids": "token ids",
+    "stop_words": "texts",
+    "logits_processor": "callables",
+    "processors": "processors by name",
+}
+"""Fields that are lists, and what they hold."""
 
 
 class MaxSequenceLengthOverflowError(InvalidRequest):
@@ -113,8 +121,10 @@ class InferenceParams:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if type(self.top_n_logprobs) is not int or self.top_n_logprobs < 0:
             raise ValueError(f"top_n_logprobs must be an integer of at least 0, got {self.top_n_logprobs!r}")
-        if isinstance(self.stop_words, str) or not isinstance(self.stop_words, Sequence):
-            raise ValueError(f"stop_words must be a list of texts, got {self.stop_words!r}")
+        for name, kind in _LISTS.items():
+            value = getattr(self, name)
+            if isinstance(value, str | Mapping) or not isinstance(value, Collection):
+                raise ValueError(f"{name} must be a list of {kind}, got {value!r}")
         self.to_sampling_params(1)
 
     def max_tokens(self, prompt_length: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -138,6 +138,7 @@ class Engine:
             self.session.add(group)
         mine = {group.id for group in groups}
         results: dict[str, Result] = {}
+        num_ended = self.session.num_ended
         hidden = not (progress and sys.stderr.isatty())
         try:
             with tqdm(total=len(groups), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
@@ -145,7 +146,10 @@ class Engine:
                     done = self._advance()
                     if not done and self.session.is_idle:  # all prompts are suspended or aborted
                         self.session.wait()
-                        done = [group.result() for group in groups if group.is_done and group.id not in results]
+                    if self.session.num_ended != num_ended:  # another thread has ended some
+                        num_ended = self.session.num_ended
+                        known = results.keys() | {one.request_id for one in done}
+                        done += [group.result() for group in groups if group.is_done and group.id not in known]
                     results |= {one.request_id: one for one in done if one.request_id in mine}
                     self._done += [one for one in done if one.request_id not in mine]
                     bar.update(sum(one.request_id in mine for one in done))
@@ -260,7 +264,7 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def _named(processors: Sequence[Named] | Sequence[Sequence[Named]] | None, count: int) -> list[Sequence[Named]]:
-    if isinstance(processors, str | Mapping):
+    if isinstance(processors, str | Mapping) or not isinstance(processors, Iterable | None):
         raise ValueError(f"processors must be a list of processors by name, got {processors!r}")
     given: list[Any] = list(processors or ())
     if not given or not isinstance(given[0], (list, tuple)):

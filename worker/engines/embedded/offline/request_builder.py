@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from adapters.catalog import Catalog, Selection, SelectionError, model_context, parse_selection
 from adapters.chain import ProcessorChain
 from adapters.strict_json import has_half_a_pair
+from adapters.third_party.copies import copied
 from adapters.trtllm import ChainAdapter, DynamoAdapter
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
@@ -76,6 +77,7 @@ class RequestBuilder:
         self._draft_model = draft_model
         self._context_length = context_length
         self._chains = ChainBuilder(catalog, model_context(vocabulary))
+        self._begun: WeakSet[ProcessorChain | DynamoAdapter] = WeakSet()  # callers' own that serve an answer
 
     @property
     def tokenizer(self) -> Any:
@@ -152,8 +154,10 @@ class RequestBuilder:
         choice: int,
     ) -> Answer:
         asks = params.logprobs if params.logprobs is not None or (params.best_of or 1) == params.n else 0
-        given = [_own(one, shared) for one in params.logits_processors]
+        given = [self._own(one, shared) for one in params.logits_processors]
         chain = _given_chain(given)
+        if chain in self._begun:  # with the members that its answer's fields have added
+            raise InvalidRequest("sampling_params.logits_processor", _SHARED_CHAIN)
         callables = [one for one in given if not isinstance(one, ChainAdapter)]
         own = for_engine(params, n=1, best_of=1, logprobs=asks, logits_processor=callables or None)
         engine_request = EngineRequest(f"{number}.{choice}", tokens, own, chain, choice=choice)
@@ -163,9 +167,26 @@ class RequestBuilder:
             engine_request = self._with_chain(engine_request, selection)
         model, draft_model = self._model, self._draft_model
         request = admit(engine_request, number, model, self._context_length, allowed=ALLOWED, draft_model=draft_model)
+        if chain is not None:
+            self._begun.add(chain)
         collector = self._collector(request, params, choice)
         request.tap = collector
         return Answer(request, self._text(request, params), collector)
+
+    def _own(self, processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[..., None]:
+        """A callable for one answer: a copy of what keeps a state, which stays as it was given."""
+        if isinstance(processor, ChainAdapter) and id(processor) in shared:
+            raise InvalidRequest("sampling_params.logits_processor", _SHARED_CHAIN)
+        if not isinstance(processor, DynamoAdapter):
+            return processor  # a chain, or under TensorRT-LLM's contract, which tells it the request
+        try:
+            return processor.with_processor(copied(processor.processor))
+        except Exception as error:  # the callback boundary: third-party code
+            if id(processor) in shared or processor in self._begun:
+                problem = f"{processor.name} is given for several answers and cannot be copied ({type(error).__name__})"
+                raise InvalidRequest("sampling_params.logits_processor", problem) from error
+            self._begun.add(processor)
+            return processor
 
     def _with_chain(self, engine_request: EngineRequest, selection: Selection) -> EngineRequest:
         params, room = engine_request.params, self._context_length - len(engine_request.prompt_token_ids)
@@ -231,18 +252,3 @@ def _given_chain(callables: Sequence[Callable[..., None]]) -> ProcessorChain | N
     if len(chains) > 1:
         raise InvalidRequest("sampling_params.logits_processor", "must hold at most one chain of processors")
     return chains[0] if chains else None
-
-
-def _own(processor: Callable[..., None], shared: AbstractSet[int]) -> Callable[..., None]:
-    """A callable for one answer: what keeps state is copied where it is given for several."""
-    if id(processor) not in shared:
-        return processor
-    if isinstance(processor, ChainAdapter):
-        raise InvalidRequest("sampling_params.logits_processor", _SHARED_CHAIN)
-    if not isinstance(processor, DynamoAdapter):
-        return processor  # under TensorRT-LLM's contract, which tells it the request
-    try:
-        return copy.deepcopy(processor)
-    except Exception as error:  # the callback boundary: third-party code
-        problem = f"{processor.name} is given for several answers and cannot be copied ({type(error).__name__})"
-        raise InvalidRequest("sampling_params.logits_processor", problem) from error

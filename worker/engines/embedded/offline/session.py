@@ -32,6 +32,7 @@ class Session:
     Attributes:
         stepper, info, builder: The same.
         lock: Held during each call.
+        num_ended: Number of prompts that were ended, not by their last token.
     """
 
     def __init__(self, stepper: Stepper, info: EngineInfo, builder: RequestBuilder) -> None:
@@ -43,6 +44,7 @@ class Session:
         self._queue = AnswerQueue(stepper, info.max_num_seqs)
         self._numbers = count()
         self.lock = FairLock()
+        self.num_ended = 0
         self._changed = Signal()
         self._is_stepping = False
 
@@ -128,6 +130,7 @@ class Session:
             for answer in self._queue.withdraw(group):
                 answer.end(reason)
             self._suspended.pop(group_id, None)
+            self.num_ended += 1
             self._changed.set()
             return group
 
