@@ -111,7 +111,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
-    seed = params.seed or 0
+    seed = request.seed if params.seed is None else params.seed
     context = Context(Vocabulary(served.vocab_size), ends, seed, request.choice, max_tokens=params.max_tokens)
     late = random and chain_samples
     try:
