@@ -229,6 +229,13 @@ def test_a_bias_that_is_none(bias: Any, version: str) -> None:
         native_request(EngineRequest("", PROMPT, SamplingParams(embedding_bias=bias)), 0, served(version))
 
 
+@pytest.mark.parametrize("token_ids", [[5, -1], [1024], [2**40], [True], list(range(1024))], ids=range(5))
+def test_bans_that_would_end_the_executor(token_ids: list[int], version: str) -> None:
+    """A kernel that writes outside the row ends it, and so does a row without a token."""
+    with pytest.raises(InvalidRequest, match=r"^sampling_params\.bad_token_ids: "):
+        native(version, SamplingParams(bad_token_ids=token_ids))
+
+
 def test_every_field_is_accounted_for() -> None:
     """A field of `SamplingParams` that nothing looks at would be a control lost in silence."""
     looked_at = {

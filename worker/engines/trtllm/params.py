@@ -23,7 +23,7 @@ from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import is_sampled, processor_controls, with_field_processors
+from worker.sampling.field_processors import check_values, is_sampled, processor_controls, with_field_processors
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -114,6 +114,8 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     seed = request.seed if params.seed is None else params.seed
     context = Context(Vocabulary(served.vocab_size), ends, seed, request.choice, max_tokens=params.max_tokens)
     late = random and chain_samples
+    if native:
+        check_values(params, context)
     try:
         extra = other_members(rest, number, served.vocab_size)
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
