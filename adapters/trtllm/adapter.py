@@ -64,8 +64,9 @@ class Step:
 
     Attributes:
         position: Absolute index of the token that was to be sampled.
-        asked: Value of `ProcessorChain.asked` in the engine's process.
-        seconds: CPU time spent in each member so far.
+        edits: `ProcessorChain.last_edits` of the engine's process.
+        seconds: CPU time spent in each member since the report before. Not in all: ranks differ in
+            speed, and either's report may be the one that counts.
         logprobs: ``(token id, log probability, rank)`` of the sampled token, then of the top n, if
             wanted.
     """
@@ -272,6 +273,7 @@ class ChainAdapter(TrtllmAdapter):
         self.num_logprobs: int | None = None
         self.handed_over = 0  # tokens after the prompt that another engine has sampled
         self._called_for: int | str | None = None
+        self._spent: list[float] = []  # CPU time in each member up to the last report
 
     @property
     def name(self) -> str:
@@ -305,11 +307,15 @@ class ChainAdapter(TrtllmAdapter):
         chain, logprobs = self.chain, None
         if self.num_logprobs is not None:
             logprobs = _logprobs(row if before is None else before, int(row.argmax()), self.num_logprobs)
-        seconds = tuple(member.record.seconds for member in chain.members)
+        spent, before_step = self._times(), self._spent
+        self._spent = spent
+        seconds = tuple(now - then for now, then in zip(spent, before_step, strict=True))
         watch(Step(chain.position, tuple(chain.last_edits()), seconds, logprobs))
 
     def _move_to(self, req_id: int | str, token_ids: Sequence[int]) -> None:
         chain, known = self.chain, self._called_for is not None
+        if not known:
+            self._spent = self._times()
         if not self.lagged:
             length = chain.position
             if known and len(token_ids) > length + 1:
@@ -330,6 +336,9 @@ class ChainAdapter(TrtllmAdapter):
         if problem is not None:
             reason = "unsatisfiable" if problem == "empty" else problem
             raise self.chain.fail(self._names(), reason, f"{PROBLEMS[problem]} at position {self.chain.position}")
+
+    def _times(self) -> list[float]:
+        return [member.record.seconds for member in self.chain.members]
 
     def _names(self) -> str:
         return ", ".join(dict.fromkeys(member.name for member in self.chain.members))

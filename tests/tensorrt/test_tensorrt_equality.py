@@ -164,6 +164,18 @@ async def test_every_choice_draws_its_own_random_numbers(served: TrtllmEngine, r
     assert len(set(texts)) == 3
 
 
+async def test_requests_without_a_seed_have_the_workers(served: TrtllmEngine, reference: EmbeddedEngine) -> None:
+    """Where the chain samples: two requests do not draw the same."""
+    controls: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "min_tokens": 12, "logprobs": 1}
+    texts = []
+    for seed in (7, 8):
+        ours = await collect(served, PROMPT, SamplingParams(**controls), f"{seed}", seed=seed)
+        theirs = await collect(reference, PROMPT, SamplingParams(**controls, seed=seed), f"{seed}")
+        assert ours.token_ids == theirs.token_ids
+        texts.append(ours.token_ids)
+    assert texts[0] != texts[1]
+
+
 async def test_a_prompt_of_several_chunks(model: Path, served: TrtllmEngine, reference: EmbeddedEngine) -> None:
     prompt = [(7 * i) % 900 + 20 for i in range(300)]  # the processor is called five times before the first token
     answers = []

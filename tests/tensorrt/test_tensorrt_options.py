@@ -81,6 +81,11 @@ async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:
         ("kv_cache_config: {tokens_per_block: 32}", ["--kv-block-size", "64"], "--kv-block-size asks for"),
         ("", ["--kv-blocks", "5"], "--kv-blocks needs --kv-block-size"),
         ("enable_chunked_prefill: true", ["--history", "lagged"], "a prompt must be prefilled at once"),
+        (
+            "scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}",
+            ["--history", "lagged"],
+            r"extra\.yaml: scheduler_config\.capacity_scheduler_policy: MAX_UTILIZATION: .* must not be preempted",
+        ),
         ("a: 1\na: 2", [], "occurs twice"),
     ],
 )

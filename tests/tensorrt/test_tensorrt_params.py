@@ -134,7 +134,7 @@ def test_every_row(path: str, version: str) -> None:
     made, asked = native(version, for_engine(request.params))
     assert {field: getattr(made, field) for field in expected} == expected
     assert tuple(member.name for member in (asked.chain.members if asked.chain else ())) == names
-    assert made.end_id is None
+    assert made.end_id == (-1 if made.ignore_eos else EOS[0])
 
 
 GREEDY: list[dict[str, Any]] = [
@@ -227,6 +227,13 @@ def test_a_lagged_engine_refuses_what_needs_the_last_token(version: str) -> None
 def test_a_bias_that_is_none(bias: Any, version: str) -> None:
     with pytest.raises(InvalidRequest, match="embedding_bias"):
         native_request(EngineRequest("", PROMPT, SamplingParams(embedding_bias=bias)), 0, served(version))
+
+
+@pytest.mark.parametrize("token_ids", [[5, -1], [1024], [2**40], [True], list(range(1024))], ids=range(5))
+def test_bans_that_would_end_the_executor(token_ids: list[int], version: str) -> None:
+    """A kernel that writes outside the row ends it, and so does a row without a token."""
+    with pytest.raises(InvalidRequest, match=r"^sampling_params\.bad_token_ids: "):
+        native(version, SamplingParams(bad_token_ids=token_ids))
 
 
 def test_every_field_is_accounted_for() -> None:

@@ -189,16 +189,16 @@ def test_rows_within_an_argument(section: str, rows: dict[str, str], argv: list[
 
 # Fields of ``SamplingParams``
 
-What = Literal["sent", "chain", "refused", "text", "unset", "private"]
+What = Literal["sent", "chain", "refused", "text", "private"]
 SAMPLING: dict[What, set[str]] = {
     "sent": {
         *("best_of", "detokenize", "ignore_eos", "include_stop_str_in_output", "max_tokens", "n", "stop_token_ids"),
         *("temperature", "top_k", "top_p", "min_p", "logprobs", "logprobs_mode", "logits_processor"),
         *("bad_token_ids", "embedding_bias", "frequency_penalty", "presence_penalty", "repetition_penalty"),
         "prompt_ignore_length",  # beside the penalties; a request's own is refused
+        "end_id",  # the model's, in place of the tokenizer's
     },
     "chain": {"seed", "min_tokens", "no_repeat_ngram_size"},
-    "unset": {"end_id"},  # only then the library sets up its own stop tokens
     "text": {"pad_id", "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"},
     "refused": {
         *("bad", "stop", "apply_batched_logits_processor", "use_beam_search", "top_p_min", "top_p_reset_ids"),

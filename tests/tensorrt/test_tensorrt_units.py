@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import pickle
 import threading
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -15,8 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.trtllm import Step
-from worker.engines import EngineRequest, RequestHints
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.trtllm import ChainAdapter, Step
+from adapters.trtllm.native_controls import ThirdPartyCallable
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest, RequestHints, TokenDelta
 from worker.engines.forward_pass import ForwardPass
 from worker.engines.library_outputs import LEAST_LOGPROB
 from worker.engines.trtllm import reports, verify
@@ -25,6 +30,7 @@ from worker.engines.trtllm.capabilities import Package, read_package
 from worker.engines.trtllm.deltas import Cursor, entries_of
 from worker.engines.trtllm.health import Watch, described, own_check, submission_error
 from worker.engines.trtllm.probes import NUM_TOKENS, Calls, ProbeRefused, find_honoured, judge_calls
+from worker.engines.trtllm.reported_chain import ReportedChain
 from worker.engines.trtllm.submission import own_arguments
 from worker.errors import InvalidRequest, RequestFailed, StartupError
 from worker.sampling import SamplingParams
@@ -246,6 +252,44 @@ def test_the_sampled_tokens_log_probability_is_a_number(nothing: float) -> None:
 
 
 # Reports
+
+
+def test_reports_of_other_ranks_are_not_kept() -> None:
+    """Each rank reports each step, and those of the others may come after its token."""
+    context = Context(Vocabulary(8), frozenset())
+    chain = ProcessorChain([], context)
+    chain.start([5])
+    followed = ReportedChain(chain, 1)
+    for token_id in (6, 7):
+        position = chain.position
+        followed.note_step(Step(position))
+        assert followed.confirm(TokenDelta([token_id])) is None
+        followed.note_step(Step(position))
+    assert chain.tokens == [5, 6, 7]
+    assert not followed._steps
+
+
+def nothing(*call: Any) -> None:
+    """A third-party callable without an effect."""
+
+
+def test_a_step_is_charged_with_its_own_time() -> None:
+    """Ranks differ in speed, so their totals drift apart, and either's report may count."""
+    context = Context(Vocabulary(8), frozenset())
+    chain = ProcessorChain([ThirdPartyCallable(nothing, 0)], context, step_budget_s=math.inf)
+    chain.start([5])
+    ranks = {speed: pickle.loads(pickle.dumps(ChainAdapter(chain))) for speed in (0.01, 0.05)}
+    followed = ReportedChain(chain, 1, step_budget_s=0.1)
+    tokens, told = [5], list[Step]()
+    for number in range(20):
+        for speed, rank in ranks.items():
+            rank.watch = told.append
+            rank.chain.members[0].record.seconds += speed
+            rank(1, torch.zeros(1, 1, 8), [tokens])
+        followed.note_step(told[-1 - number % 2])
+        tokens.append(6)
+        assert followed.confirm(TokenDelta([6])) is None
+    assert 0.5 <= chain.members[0].record.seconds < 1.5
 
 
 class Sink:

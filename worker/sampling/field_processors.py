@@ -154,6 +154,16 @@ def with_field_processors(
     return params, chain
 
 
+def check_values(params: SamplingParams, context: Context) -> None:
+    """Check the fields as their processors do, for an engine that applies them itself.
+
+    Raises:
+        InvalidRequest: a value is out of the bounds of its processor.
+    """
+    for late in (False, True):
+        _processors(params, context, late=late)
+
+
 def _refuse_named_too(params: SamplingParams, chain: ProcessorChain) -> None:
     try:
         refuse_twice({member.name for member in chain.members}, field_values(params))

@@ -31,7 +31,7 @@ class Cursor:
     Attributes:
         index: The choice.
         end_token_ids: Ids that end the answer.
-        default_end: The end token of TensorRT-LLM's own tokenizer, None if it must not end answers.
+        default_end: The end token that TensorRT-LLM was given, None if it was given none.
         shows_end: Whether the id that ended the answer is part of it.
         num_logprobs: Top-n to report for each token, None for no log probabilities.
         max_tokens: Longest answer, None for TensorRT-LLM's own limit.

@@ -40,7 +40,7 @@ from worker.engines.trtllm.library_metrics import LibraryMetrics, collected
 from worker.engines.trtllm.lora import lora_argument, lora_requests
 from worker.engines.trtllm.native_guides import NativeGuides, read_guides
 from worker.engines.trtllm.output_reader import OutputReader
-from worker.engines.trtllm.params import NativeRequest, Served, callable_of, native_request
+from worker.engines.trtllm.params import NativeRequest, Served, callable_of, default_end, native_request
 from worker.engines.trtllm.placement import keeps_conversations, placement
 from worker.engines.trtllm.probe_requests import PROBE, ProbeRequests
 from worker.engines.trtllm.reported_chain import ReportedChain
@@ -264,17 +264,15 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         room = self._info.context_length - num_given  # TensorRT-LLM ends an answer there, too
         left = made.fields["max_tokens"]
         max_tokens = room if left is None else min(left, room)
-        eos = self._served.eos_token_ids
-        default_end = None if params.ignore_eos or not eos else eos[0]
         native_logprobs = params.logprobs if made.chain is None else None
-        shows_end = params.include_stop_str_in_output
+        end_id, shows_end = default_end(params, self._served), params.include_stop_str_in_output
         chain: ReportedChain | WatchedChain | None = None
         if made.watched is not None:
             chain = WatchedChain(made.watched)
         elif made.chain is not None:
             chain = ReportedChain(made.chain, num_given, made.chain_logprobs is not None, self.config.fails_open)
         cursors = [
-            Cursor(index, made.end_token_ids, default_end, shows_end, native_logprobs, max_tokens)
+            Cursor(index, made.end_token_ids, end_id, shows_end, native_logprobs, max_tokens)
             for index in range(params.n)
         ]
         return RunningRequest(request_id, cursors, chain)

@@ -89,7 +89,9 @@ NEEDED: dict[str, Needed] = {
     "post_processor_hook": Needed((None,), "nothing changes an answer after its logits processors"),
     "reasoning_parser": Needed((None,), "thinking budgets run as logits processors, and the frontend parses reasoning"),
     "sampler_type": Needed(("auto", "TorchSampler"), "later versions have TorchSampler alone"),
-    "skip_tokenizer_init": Needed((False,), "TensorRT-LLM's tokenizer sets up stop tokens"),
+    "skip_tokenizer_init": Needed(
+        (False,), "guides, pictures and the worker's own requests need TensorRT-LLM's tokenizer"
+    ),
     "speculative_config": Needed((None,), "without drafts"),
     "stream_interval": Needed((1,), "every token must be a delta", _is_count),
     "tokenizer": Needed((None,), _TOKENIZER),

@@ -23,7 +23,7 @@ from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import is_sampled, processor_controls, with_field_processors
+from worker.sampling.field_processors import check_values, is_sampled, processor_controls, with_field_processors
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -111,9 +111,11 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
-    seed = params.seed or 0
+    seed = request.seed if params.seed is None else params.seed
     context = Context(Vocabulary(served.vocab_size), ends, seed, request.choice, max_tokens=params.max_tokens)
     late = random and chain_samples
+    if native:
+        check_values(params, context)
     try:
         extra = other_members(rest, number, served.vocab_size)
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
@@ -126,7 +128,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
     drawn = sampling(rest) if random and not chain_samples else greedy()
-    fields = fields_of(params, ends, len(generated)) | native | drawn
+    fields = fields_of(params, ends, served, len(generated)) | native | drawn
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
         fields |= _logprobs(params, served)
@@ -225,17 +227,30 @@ def _resume(chain: ProcessorChain, prompt: list[int], generated: Sequence[int]) 
         chain.start(prompt, generated, mode="migrated")
 
 
-def fields_of(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
+_NO_END = -1
+"""TensorRT-LLM's ``end_id`` for none."""
+
+
+def default_end(params: SamplingParams, served: Served) -> int | None:
+    """The end token that TensorRT-LLM is told to end this answer with, beside stop tokens."""
+    return None if params.ignore_eos or not served.eos_token_ids else served.eos_token_ids[0]
+
+
+def fields_of(params: SamplingParams, ends: frozenset[int], served: Served, num_replayed: int) -> dict[str, Any]:
     """Fields of length, ends and choices.
 
-    ``end_id`` stays unset: only then TensorRT-LLM sets up its own stop tokens.
+    ``end_id`` is given: where it is not, TensorRT-LLM ends answers with its tokenizer's end token
+    too, which may be none of the model's.
 
     Args:
         params: Sampling parameters of the request.
         ends: Ids that end the answer.
+        served: Controls and fields of the installed version.
         num_replayed: Tokens of a migrated request's answer so far.
     """
+    end_id = default_end(params, served)
     return {
+        "end_id": _NO_END if end_id is None else end_id,
         "max_tokens": None if params.max_tokens is None else params.max_tokens - num_replayed,
         "stop_token_ids": None if params.ignore_eos else sorted(ends) or None,
         "include_stop_str_in_output": params.include_stop_str_in_output,

@@ -42,8 +42,12 @@ class ReportedChain:
             self.chain.receipt.mode = mode
 
     def note_step(self, step: Step) -> None:
-        """Record the report for a position; of several calls the last counts."""
-        self._steps[step.position] = step
+        """Record the report for a position; of several calls the last counts.
+
+        Every rank reports, and those of the others come after the token, too: they are not kept.
+        """
+        if step.position >= self.chain.position:
+            self._steps[step.position] = step
 
     def first_logprobs(self) -> tuple[tuple[int, float, int], ...] | None:
         """Log probabilities of the next token as reported, None if it was not or they lack."""
@@ -89,8 +93,8 @@ class ReportedChain:
 
     def _over_budget(self, step: Step) -> ProcessorFailed | None:
         budget = math.inf if self.step_budget_s is None else self.step_budget_s
-        for member, seconds in zip(self.chain.members, step.seconds):  # noqa: B905  # empty if a step has failed
-            took, member.record.seconds = seconds - member.record.seconds, seconds
+        for member, took in zip(self.chain.members, step.seconds):  # noqa: B905  # empty if a step has failed
+            member.record.seconds += took
             failure = self.chain.failures.over_budget(member, took, budget)
             if failure is not None:
                 return failure

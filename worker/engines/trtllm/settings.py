@@ -136,6 +136,8 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         problem = "with --history lagged a prompt must be prefilled at once"
         raise ConfigurationError(f"{given.source('enable_chunked_prefill')}: enable_chunked_prefill: {problem}")
     options.default("scheduler_config", {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"})
+    if arguments.history == "lagged" and not drafts:
+        _check_eviction(options)
     options.default("enable_iter_perf_stats", True)
     if drafts and (options.values.get("pipeline_parallel_size") or 1) != 1:
         problem = "speculative_config: NVIDIA does not support drafts with pipeline_parallel_size above 1"
@@ -219,6 +221,18 @@ def _add_cache(options: _Options, arguments: Arguments) -> None:
         inner.default("event_buffer_max_size", EVENT_BUFFER)
     if inner.values:
         options.values["kv_cache_config"] = inner.values
+
+
+def _check_eviction(options: _Options) -> None:
+    """Refuse a policy that preempts requests: TensorRT-LLM then computes a step without their
+    processors, and an old history does not show it.
+    """
+    scheduler = options.values["scheduler_config"]
+    policy = scheduler.get("capacity_scheduler_policy") if isinstance(scheduler, Mapping) else None
+    if policy == "MAX_UTILIZATION":
+        source = options.given.source("scheduler_config", "capacity_scheduler_policy")
+        problem = "with --history lagged a request must not be preempted"
+        raise ConfigurationError(f"{source}: scheduler_config.capacity_scheduler_policy: {policy}: {problem}")
 
 
 def _check_attention_dp(options: _Options, arguments: Arguments) -> None:

@@ -49,7 +49,7 @@ def speculative_request(request: EngineRequest, served: Served, guides: NativeGu
         _check_guided(request, ends, served, guides)
         guide, watched = guides.guide(processor), chain
         begin(chain, request)
-    native = fields_of(params, ends, len(request.generated_token_ids))
+    native = fields_of(params, ends, served, len(request.generated_token_ids))
     return NativeRequest(
         native | (greedy() if params.is_greedy else sampling(params)), ends, guide=guide, watched=watched
     )

@@ -36,6 +36,7 @@ class _NewLLM:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.args = TorchLlmArgs(model=str(model), **kwargs)
         self._eos = _end_ids(Path(model))
+        self._tokenizer_end = _tokenizer_end(Path(model))
         self.input_processor = input_processor_of(Path(model))
         self._ids = itertools.count(1)
         self._results: dict[int, RequestOutput] = {}
@@ -114,16 +115,16 @@ class _NewLLM:
         return str(kind)
 
     def _setup(self, params: Any) -> None:
-        """Stop words and end token, only where ``end_id`` is not set."""
-        if params.ignore_eos:
-            params.end_id, params._stop_word_ids = -1, []
-            return
+        """Stop words and end token, only where ``end_id`` is not set: the tokenizer's, and beside
+        it the generation config's.
+        """
         if params.end_id is None:
-            if self.args.skip_tokenizer_init or not self._eos:
+            if self.args.skip_tokenizer_init or self._tokenizer_end is None:
                 raise ValueError("end_id must be set or a tokenizer given")
-            params.end_id = self._eos[0]
+            params.end_id = self._tokenizer_end
             params.pad_id = params.end_id if params.pad_id is None else params.pad_id
-            extra = [token for token in self._eos[1:] if token not in (params.stop_token_ids or ())]
+            known = (params.end_id, *(params.stop_token_ids or ()))
+            extra = [token for token in self._eos if token not in known]
             params.stop_token_ids = [*(params.stop_token_ids or ()), *extra] or None
         elif params.stop or params.bad:
             raise RequestError("stop words are not tokenized; please call the setup method")
@@ -354,6 +355,15 @@ def _generation_config(model: Path) -> dict[str, Any]:
 def _end_ids(model: Path) -> list[int]:
     found = _generation_config(model).get("eos_token_id")
     return [] if found is None else found if isinstance(found, list) else [found]
+
+
+def _tokenizer_end(model: Path) -> int | None:
+    """The tokenizer's end token, None without a tokenizer."""
+    if not (model / "tokenizer_config.json").is_file():
+        return None
+    name = json.loads((model / "tokenizer_config.json").read_text()).get("eos_token")
+    added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
+    return next((token["id"] for token in added if token["content"] == name), None)
 
 
 def _start_executor(settings: dict[str, Any], fileno: int) -> Any:
