@@ -1,8 +1,8 @@
 """Throughput of many answers to one prompt, which share its KV, and of as many separate requests.
 
-    .venv/bin/python benchmarks/group_sampling.py                               # ours, in-process
-    .venv/bin/python benchmarks/group_sampling.py --url http://127.0.0.1:8000   # through the front door
-    .venv/bin/python benchmarks/group_sampling.py --vllm .venv-vllm/bin/python  # and vLLM beside it
+    .venv/bin/python benchmarks/group_sampling.py                              # ours, in-process
+    .venv/bin/python benchmarks/group_sampling.py --url http://127.0.0.1:8000  # by the front door
+    .venv/bin/python benchmarks/group_sampling.py --vllm .venv-vllm/bin/python # and vLLM beside it
 
 Rounds are interleaved, and each has a new prompt. The fastest round counts, since other work on the
 machine can only make one slower. Prints tokens per second of answers and the ratio.
