@@ -124,7 +124,7 @@ def _top_k(top_k: PerRow, rows: torch.Tensor) -> torch.Tensor | float:
 
 
 def _argument(parameter: PerRow, device: torch.device, dtype: torch.dtype) -> torch.Tensor | float:
-    """At most the highest number of ``dtype``: -inf divided by an infinite temperature is NaN."""
+    """The parameter, up to the highest number of ``dtype``: -inf / inf is NaN."""
     highest = torch.finfo(dtype).max
     if isinstance(parameter.given, torch.Tensor):
         return parameter.given.to(device, dtype).clamp_max(highest)

@@ -49,5 +49,5 @@ def test_a_text_is_the_same_ids_everywhere(model: Path, tmp_path: Path) -> None:
         found = prompt_ids(stack)
     with running_engines(tmp_path / "openengine", model) as engines:
         assert prompt_ids(engines) == found
-    tokenizer = AutoTokenizer.from_pretrained(model)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert found == tokenizer.encode(TEXT, add_special_tokens=False) != tokenizer.encode(TEXT)

@@ -267,11 +267,6 @@ def test_an_argument_of_another_type_is_refused_by_its_name(engine: Engine) -> N
             engine.generate([[5]], processors=processors)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"^processors must be a list of processors by name, got"):
             engine.add([5], processors=processors)  # type: ignore[arg-type]
-    for prompt in (5, b"ab", {5: 6}):
-        with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: must be a text or a list of token ids, got"):
-            engine.add(prompt)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^sampling_params must be SamplingParams"):
-        engine.add([5], "greedy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^speculation must be True or False, got 'no'"):
         engine.generate([[5]], speculation="no")  # type: ignore[arg-type]
     for prompt in (5, None, b"ab", {5: 6}):
