@@ -155,24 +155,31 @@ def with_ids(source: str, id_of: Callable[[str], int | None]) -> str:
     return _replaced(source, replaced)
 
 
-def with_schemas(source: str, grammar_of: Callable[[Any], str]) -> tuple[str, list[dict[str, str]]]:
+def with_schemas(source: str, grammar_of: Callable[[Any], str], most: int) -> tuple[str, list[dict[str, str]]]:
     """The source with the names of grammars in the place of JSON Schemas, and those grammars.
 
     Args:
         source: Source of a grammar.
         grammar_of: A grammar in Lark of a JSON Schema.
+        most: Characters of those grammars together.
 
     Raises:
-        ValueError: as `lexemes` and ``grammar_of``, or a schema can be read in two ways.
+        ValueError: as `lexemes` and ``grammar_of``, or a schema can be read in two ways, or all of
+            them together are too large.
     """
     found: list[dict[str, str]] = []
+    left = most
 
     def replaced(lexeme: Lexeme, text: str) -> str:
+        nonlocal left
         if lexeme.kind != "json" or not text.startswith("%json"):
             return text
         schema, _ = _STRICT_JSON.raw_decode(text.removeprefix("%json").lstrip())
-        name = f"json_schema_{len(found)}"
-        found.append({"name": name, "lark_grammar": grammar_of(schema)})
+        name, grammar = f"json_schema_{len(found)}", grammar_of(schema)
+        left -= len(grammar)
+        if left < 0:  # of a short pattern a long one is made, and there may be hundreds
+            raise ValueError(f"expected schemas whose grammars have at most {most} characters in all")
+        found.append({"name": name, "lark_grammar": grammar})
         return f"@{name}"
 
     return _replaced(source, replaced), found

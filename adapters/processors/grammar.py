@@ -36,6 +36,7 @@ from adapters.grammars.cache import GrammarCache
 from adapters.grammars.compiler import byte_tables, load_tokenizer
 from adapters.grammars.forced_text import MAX_ALLOWED, ForcedText
 from adapters.grammars.json_schema import (
+    MAX_GRAMMAR,
     MAX_WORK_OF_ALL,
     SchemaRefused,
     arguments_grammar,
@@ -61,7 +62,12 @@ MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""
 
 MAX_KEPT = 64 * 1024
-"""Most characters of a schema whose grammar is kept; its grammar is a few times as long."""
+"""Most characters of a schema whose grammar is kept."""
+
+MAX_KEPT_GRAMMAR = 4 * MAX_KEPT
+"""Most characters of a grammar that is kept: of a pattern with classes of Unicode it is thousands
+of times as long as its schema.
+"""
 
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -309,10 +315,33 @@ class JsonSchema(GrammarProcessor):
             raise ArgumentError("schema", str(error)) from error
 
 
-@lru_cache(256)
 def _kept_grammar(schema: str, compact: bool) -> str:
-    """The grammar of a schema's text, which many requests send."""
-    return as_grammar(lark_grammar(json.loads(schema), compact=compact))
+    """The grammar of a schema's text, which many requests send; kept unless it is large."""
+    try:
+        return _small_grammar(schema, compact)
+    except _Large as large:
+        return large.grammar
+
+
+class _Large(Exception):
+    """A grammar is not kept.
+
+    Args:
+        grammar: The grammar.
+    """
+
+    def __init__(self, grammar: str) -> None:
+        super().__init__()
+        self.grammar = grammar
+
+
+@lru_cache(256)  # which keeps nothing of a call that raises
+def _small_grammar(schema: str, compact: bool) -> str:
+    """The grammar of a schema's text. Raises `_Large`."""
+    found = as_grammar(lark_grammar(json.loads(schema), compact=compact))
+    if len(found) > MAX_KEPT_GRAMMAR:
+        raise _Large(found)
+    return found
 
 
 def arguments_of_call(schema: Any, notation: Literal["python", "keywords"] | TagNotation) -> str:
@@ -406,9 +435,11 @@ class Grammar(GrammarProcessor):
                 raise ArgumentError("lark", "a rule's temperature cannot be honoured")
             check_options(args.lark)
             source = with_ids(args.lark, lambda name: next(iter(vocabulary.tag(name)), None))
-            return as_grammar(*with_schemas(source, lark_grammar))
+            return as_grammar(*with_schemas(source, lark_grammar, MAX_GRAMMAR))
         except ArgumentError:
             raise
+        except RecursionError:  # of the reader that refuses keys that are there twice, which goes deeper
+            raise ArgumentError("lark", "its JSON is nested too deeply") from None
         except ValueError as error:  # GBNF's classes of characters may have one quote
             raise ArgumentError("lark", _EBNF if _EBNF_RULE.search(args.lark) else str(error)) from error
 

@@ -137,6 +137,7 @@ class StructuralSource:
     def __init__(self, argument: str, vocabulary: Vocabulary) -> None:
         self._argument, self._vocabulary = argument, vocabulary
         self._contents: list[dict[str, Any]] = []
+        self._size = 0  # of all contents
         self.rules: list[str] = []
 
     def json(self, schema: dict[str, Any] | bool, of: str) -> str:
@@ -161,9 +162,10 @@ class StructuralSource:
             of: Owner of the schema, for errors.
         """
         try:
-            return self._added(arguments_of_call(schema, notation))
+            made = arguments_of_call(schema, notation)
         except ArgumentError as error:
             raise ArgumentError(self._argument, f"{of}: {error.problem}, in the notation {notation}") from error
+        return self._added(made)
 
     def content(self, content: JsonContent | RegexContent, of: str) -> str:
         """Lark expression of a content.
@@ -175,12 +177,15 @@ class StructuralSource:
         if isinstance(content, JsonContent):
             return self.json(content.json_schema, of)
         try:
-            return self._added(regex_grammar(content.pattern))
+            made = regex_grammar(content.pattern)
         except ValueError as error:
             raise ArgumentError(self._argument, f"{of}: {error}") from error
+        return self._added(made)
 
     def _added(self, grammar: str) -> str:
         """Lark expression of a grammar in llguidance's JSON form, which is added."""
+        self._size += len(grammar)
+        self._check(self._size)  # before there are more: each may be as large as all together
         name = f"content_{len(self._contents)}"
         self._contents.append({**json.loads(grammar)["grammars"][0], "name": name})
         return f"@{name}"
@@ -232,6 +237,10 @@ class StructuralSource:
         """The grammar of start rule ``start``, in llguidance's JSON form."""
         lark = "\n".join([f"start: {start}", *self.rules])
         made = json.dumps({"grammars": [{"name": "structure", "lark_grammar": lark}, *self._contents]})
-        if len(made) > MAX_GRAMMAR:
-            raise ArgumentError(self._argument, f"expected a grammar of at most {MAX_GRAMMAR} characters in all")
+        self._check(len(made))
         return made
+
+    def _check(self, size: int) -> None:
+        """Raises `ArgumentError` if a grammar of so many characters is too long."""
+        if size > MAX_GRAMMAR:
+            raise ArgumentError(self._argument, f"expected a grammar of at most {MAX_GRAMMAR} characters in all")

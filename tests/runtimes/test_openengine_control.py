@@ -216,6 +216,16 @@ async def test_a_token_is_asked_for(tiny_model: Path, tmp_path: Path) -> None:
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_nothing_is_read_of_a_call_without_a_token(tiny_model: Path, tmp_path: Path) -> None:
+    """A message may have 64 MiB, of which each call would keep as much as has come."""
+    path = tmp_path / "tokens"
+    path.write_text("first\n")
+    async with serving(tiny_model, "--grpc-token-file", str(path)) as client:
+        call = client.channel.stream_unary("/openengine.v1.Control/GetServerInfo")()  # of which nothing comes
+        async with asyncio.timeout(10):
+            assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
 def write_certificate(directory: Path) -> tuple[Path, Path]:
     """A certificate that ``localhost`` signed for itself, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())

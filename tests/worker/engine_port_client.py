@@ -118,7 +118,7 @@ class Context:
 @asynccontextmanager
 async def trained(model: Path, keys: Path, *argv: str) -> AsyncIterator[Trainer]:
     """A worker whose weights a trainer changes."""
-    keys.write_text(f"# of tests\n{KEY}\nanother\n")
+    keys.write_text(f"# of tests\n{KEY}\nanother\nclé à molette à\n", encoding="utf-8")
     port = free_port()
     async with serving(model, "--engine-port", str(port), "--engine-key-file", str(keys), *argv) as client:
         yield Trainer(client.worker, port)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from worker.errors import StartupError
+from worker.frontdoor.batches import stored_batches
 from worker.frontdoor.batches.objects import INPUT, Result, StoredBatch, StoredFile, TokenCounts
 from worker.frontdoor.batches.requests import new_batch
 from worker.frontdoor.batches.store import Store
@@ -128,6 +129,11 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(Refused) as refused:
                 begin(self.store, owner, file.id)
             assert refused.value.status == 404
+            return multiple()
+        if sum(max(len(each), 4096) for _, each in self.contents.values()) > CAPACITY:
+            with pytest.raises(Refused) as refused:
+                begin(self.store, owner, file.id)
+            assert refused.value.status == 413
             return multiple()
         batch = begin(self.store, owner, file.id)
         self.known[batch.id], self.results[batch.id] = batch, {}
@@ -418,6 +424,35 @@ def test_a_client_cannot_begin_batches_without_end(tmp_path: Path) -> None:
     begin(store, "owner-b", other.id)
     store.begin(last.id, 0, None, errors="[]")
     begin(store, OWNER, file.id)
+    store.close()
+
+
+def test_batches_that_ended_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that begins batches which fail at once, for ever: the last ones are known."""
+    monkeypatch.setattr(stored_batches, "MOST_KEPT", 3)
+    store = Store(tmp_path, CAPACITY)
+    files = {owner: store.files.add(owner, "a", INPUT, incoming(store, b"x"), 3600) for owner in (OWNER, "owner-b")}
+    other = begin(store, "owner-b", files["owner-b"].id)
+    unfinished = begin(store, OWNER, files[OWNER].id)
+    begun = list[StoredBatch]()
+    for _ in range(8):
+        begun.append(begin(store, OWNER, files[OWNER].id))
+        store.begin(begun[-1].id, 0, None, errors="[]")
+    found = [each.id for each in store.batches.page(OWNER, after=None, limit=100).items]
+    assert found == [each.id for each in begun[:-4:-1]] + [unfinished.id]
+    assert store.batches.get("owner-b", other.id).status == "validating"
+    store.close()
+
+
+def test_a_full_store_begins_no_batch(tmp_path: Path) -> None:
+    """Results are written at any rate: the same input, run again and again, would fill the disk."""
+    store = Store(tmp_path, CAPACITY)
+    file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+    store.files.add(OWNER, "a", "batch_output", incoming(store, b"x" * CAPACITY), 3600)
+    with pytest.raises(Refused) as refused:
+        begin(store, OWNER, file.id)
+    assert (refused.value.status, refused.value.code) == (413, "storage_full")
+    assert refused.value.param == "input_file_id"
     store.close()
 
 

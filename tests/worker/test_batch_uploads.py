@@ -132,6 +132,15 @@ def test_a_malformed_form_is_refused(body: bytes, problem: str) -> None:
     assert problem in refusal(body)
 
 
+def test_headers_have_so_many_semicolons() -> None:
+    """The standard library looks at all that is before each of them, again and again."""
+    assert read(form(FILE, filename=";" * 255))[0].files["file"].filename == ";" * 255
+    assert "semicolons" in refusal(form(FILE, filename=";" * 300))
+    with pytest.raises(Refused, match="semicolons") as refused:
+        boundary_of(b'multipart/form-data; boundary=xyz; a="' + b";" * 60_000)
+    assert refused.value.status == 400
+
+
 def test_a_form_has_a_limit_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multipart, "MAX_PARTS", 2)
     assert "more than 2 parts" in refusal(form(("purpose", b"x"), FILE, ("expires_after[anchor]", b"x"), ("z", b"")))

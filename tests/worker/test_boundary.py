@@ -138,3 +138,11 @@ def test_a_record_that_was_cut_off_is_none(length: int) -> None:
     if length < len(written):
         with pytest.raises(ValueError, match=r"."):
             Boundary.decode(written[:length])
+
+
+def test_a_record_nested_to_any_depth_is_none() -> None:
+    """Reader and writer of JSON give up at depths that differ by one."""
+    for depth in range(800, 1100):
+        written = b'{"version":%d,"digest":"","x":%b1%b}' % (VERSION, b"[" * depth, b"]" * depth)
+        with pytest.raises(ValueError, match=r"altered|nested too deeply"):
+            Boundary.decode(written)

@@ -5,6 +5,7 @@ answers on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ from engine_port_client import BYTES_OPTIONS, KEY, Trainer, tensors_of, trained
 from safetensors.torch import save
 
 from worker.errors import InvalidRequest
+from worker.server.connection_threads import MOST_WAITING
 from worker.server.engine_routes import new_memory
 from worker.tiny_model import write_tiny_model
 
@@ -30,6 +32,7 @@ HEAD = (
     "POST /engine/update_weights?weight_version=of-the-dead HTTP/1.1\r\nHost: a\r\n"
     f"Content-Type: application/octet-stream\r\nAuthorization: Bearer {KEY}\r\n"
 ).encode()
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 AT_ONCE = 32
 
 
@@ -107,6 +110,11 @@ LIES = {
     "a huge chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 900 + b"\r\n",
     "a negative chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nabcde\r\n0\r\n\r\n",
     "a chunk without an end": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n0\r\n\r\n",
+    "a chunk's size as Python writes it": CHUNKED + b"0x%x\r\n%b\r\n0\r\n\r\n" % (len(UPDATE), UPDATE),
+    "a chunk's size with a sign": CHUNKED + b"+%x\r\n%b\r\n0\r\n\r\n" % (len(UPDATE), UPDATE),
+    "two lengths": HEAD + b"Content-Length: %d\r\nContent-Length: 0\r\n\r\n%b" % (len(UPDATE), UPDATE),
+    "chunked twice": CHUNKED[:-2] + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(UPDATE), UPDATE),
+    "a host of half an address": HEAD.replace(b"/engine", b"http://[/engine") + b"Content-Length: 0\r\n\r\n",
     "two framings": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     "another framing": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "no length": HEAD + b"Content-Length: -1\r\n\r\n",
@@ -121,6 +129,47 @@ async def test_lies_about_a_body(trainer: Trainer, lie: str) -> None:
     answer = await asyncio.to_thread(send, trainer.port, LIES[lie])
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 413 ")), answer
     assert await trainer.tell("get_weight_version") == before
+
+
+async def test_senders_that_say_nothing_are_so_many(trainer: Trainer) -> None:
+    """They need no key to connect, and would take all descriptors of a worker that serves; an
+    update that is being sent stays.
+    """
+    whole, before = request("length"), await trainer.tell("get_weight_version")
+
+    def come() -> tuple[list[bytes], bytes]:
+        with contextlib.ExitStack() as stack:
+
+            def connected() -> socket.socket:
+                return stack.enter_context(socket.create_connection(("127.0.0.1", trainer.port), 20))
+
+            update = connected()
+            update.sendall(whole[:-100])
+            for _ in range(5):  # meanwhile its head is read
+                assert trainer.send("/engine/get_weight_version")[0] == 200
+            silent = [connected() for _ in range(MOST_WAITING + 8)]
+            assert trainer.send("/engine/get_weight_version")[0] == 200
+            closed = [each.recv(1) for each in silent[:8]]
+            update.sendall(whole[-100:])
+            return closed, update.recv(65536)
+
+    closed, answer = await asyncio.to_thread(come)
+    assert closed == [b""] * 8
+    assert b" 200 OK" in answer
+    assert (await trainer.tell("get_weight_version"))["number"] == before["number"] + 1
+
+
+async def test_a_sender_that_breaks_off_fills_no_log(trainer: Trainer, capfd: pytest.CaptureFixture[str]) -> None:
+    for content in (b"", b"POST /eng", HEAD):
+        await asyncio.to_thread(send, trainer.port, content, resets=True)
+    assert (await trainer.tell("get_weight_version"))["state"] == "serving"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_key_may_be_of_any_characters(trainer: Trainer) -> None:
+    head = "GET /engine/get_weight_version HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer clé à molette à"
+    assert b" 200 OK" in await asyncio.to_thread(send, trainer.port, f"{head}\r\n\r\n".encode())
+    assert b" 401 " in await asyncio.to_thread(send, trainer.port, f"{head[:-1]}\r\n\r\n".encode())
 
 
 async def test_what_cannot_be_looked_at_is_no_checkpoint(trainer: Trainer, tmp_path: Path) -> None:

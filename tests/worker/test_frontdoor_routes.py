@@ -8,6 +8,7 @@ import re
 import string
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from effort import examples
@@ -58,12 +59,15 @@ def is_served(path: str, method: str) -> bool:
     parts = path.split("/")
     allowed = set(string.ascii_letters + string.digits + "._~%:@+-")
     names = parts[3:]
-    is_name = all(name and name not in (".", "..") and set(name) <= allowed for name in names)
+    dots = {".", ".."}
+    is_name = all(name and dots.isdisjoint(unquote(name).split("/")) and set(name) <= allowed for name in names)
     return parts[:3] == ["", "v1", "models"] and bool(names) and is_name and method in ("GET", "HEAD")
 
 
 KNOWN = st.sampled_from([*FRONTENDS, *(route.path for route in ROUTES), "/v1/models/a", "/v1/models/a/ready"])
-SEGMENTS = st.sampled_from(["v1", "models", "..", ".", "", "%2e%2e", "busy_threshold", "chat", "completions", "a b"])
+SEGMENTS = st.sampled_from(
+    ["v1", "models", "..", ".", "", "%2e%2e", "%2E", "a%2f..", "b%2Fc", "chat", "busy_threshold"]
+)
 
 
 @st.composite
@@ -95,6 +99,15 @@ def test_what_is_not_in_the_table_is_refused_by_name(path: str, method: str) -> 
     assert refused.status in (404, 405)
     assert refused.message.startswith(json.dumps(path)[1:-1][:40])
     assert (refused.status == 405) == bool(refused.headers)
+
+
+@pytest.mark.parametrize("name", ["%2e%2e", ".%2E", "%2e", "a/%2e%2e/%2e%2e/busy", "a%2F..%2fbusy", "..%2f", "a%2f."])
+def test_no_name_of_a_model_leads_elsewhere(name: str) -> None:
+    """A proxy before a frontend may decode what is behind /v1/models, and follow its dots."""
+    refused = refusal(f"/v1/models/{name}", "GET")
+    assert refused is not None
+    assert refused.status == 404
+    assert refusal("/v1/models/org%2Fname-1.5/ready", "GET") is None
 
 
 def refusal(path: str, method: str) -> Refused | None:

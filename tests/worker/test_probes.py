@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import urllib.request
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from worker.runtimes.direct import probes
 from worker.runtimes.direct.probes import ProbeServer
+from worker.server.connection_threads import MOST_WAITING
 
 
 @pytest_asyncio.fixture
@@ -53,3 +55,16 @@ async def test_a_client_that_breaks_off_fills_no_log(port: int, capfd: pytest.Ca
     await asyncio.to_thread(break_off)
     assert await asyncio.to_thread(live, port) == 200
     assert capfd.readouterr().err == ""
+
+
+async def test_clients_that_say_nothing_are_so_many(port: int) -> None:
+    """They would take all descriptors of a worker, with which it then takes no request."""
+
+    def come() -> list[bytes]:
+        with contextlib.ExitStack() as stack:
+            many = range(MOST_WAITING + 8)
+            clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in many]
+            assert live(port) == 200
+            return [client.recv(1) for client in clients[:8]]
+
+    assert await asyncio.to_thread(come) == [b""] * 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -179,6 +180,38 @@ async def test_items_are_referred_to_by_their_ids() -> None:
         reference: Any = {"type": "item_reference", "id": first.output[0].id}
         await client.responses.create(model="m", input=[reference, {"role": "user", "content": "b"}])
     assert bodies(at)[1]["messages"][0] == {"role": "assistant", "content": "Hello"}
+
+
+async def test_references_are_so_large_together() -> None:
+    """A few bytes stand for as many as a body has, and would as often as they are there."""
+    async with served(Answers(HELLO), body_limit_mib=1) as (_, client):
+        large: Any = {"role": "user", "content": "x" * 600_000, "id": "msg_large"}
+        await client.responses.create(model="m", input=[large])
+        reference: Any = {"type": "item_reference", "id": "msg_large"}
+        await client.responses.create(model="m", input=[reference])
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.responses.create(model="m", input=[reference, reference])
+    assert refused(caught.value) == (413, "input")
+
+
+async def test_large_items_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all other clients would wait for each of two small requests."""
+    num_aside = 0
+    async with served(Answers(HELLO)) as (at, client):
+        made = await client.responses.create(model="m", input="x" * 100_000, instructions="y" * 100_000)
+        aside = at.door.rewriting.aside
+
+        async def counted(read: Callable[[], Any]) -> Any:
+            nonlocal num_aside
+            num_aside += 1
+            return await aside(read)
+
+        monkeypatch.setattr(at.door.rewriting, "aside", counted)
+        items: Any = (await client.responses.input_items.list(made.id)).data
+        again = await client.responses.retrieve(made.id)
+    assert num_aside == 2
+    assert items[0].content[0].text == "x" * 100_000
+    assert (again.instructions, again.output_text) == ("y" * 100_000, "Hello")
 
 
 async def test_several_things_are_included() -> None:

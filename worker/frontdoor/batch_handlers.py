@@ -11,6 +11,7 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.routes import BATCHES, FILES
+from worker.frontdoor.values import printable
 
 ENDPOINTS = (CHAT, COMPLETIONS, "/v1/responses")
 """Paths that requests of batches may be for, where they are served."""
@@ -108,5 +109,5 @@ def _service(exchange: Exchange) -> BatchService:
     """The service of a path without parameters. Raises `FieldRefused` if there are any."""
     service = exchange.door.batch_service()
     for name in exchange.query:
-        raise FieldRefused(name[:60], "no parameter of this path")
+        raise FieldRefused(printable(name), "no parameter of this path")
     return service

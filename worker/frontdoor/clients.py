@@ -11,6 +11,7 @@ from functools import lru_cache
 from worker.arguments import KnownKeys
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.request_reader import Head
+from worker.frontdoor.values import printable
 from worker.requests.client import LABEL_CHARACTERS
 
 _LOOPBACK_NAMES = frozenset(("localhost", "localhost.", "127.0.0.1", "::1"))
@@ -42,8 +43,8 @@ class Hosts:
         if host_name(host) not in self._names:
             raise Refused(
                 403,
-                f"host: {host[:60]} is none of the names that this server has: localhost, an address of loopback, "
-                "or what --allowed-hosts names",
+                f"host: {printable(host)} is none of the names that this server has: localhost, an address of "
+                "loopback, or what --allowed-hosts names",
                 "host",
                 code="host_not_allowed",
             )

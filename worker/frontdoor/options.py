@@ -215,7 +215,9 @@ class Options:
     )
     batch_file_limit_mib: int = option(200, "Largest file of a batch, MiB; a larger one gets a 413.", parse=_count)
     batch_storage_mib: int = option(
-        4096, "MiB of all files together, results among them, beyond which an upload gets a 413.", parse=_count
+        4096,
+        "MiB of all files together, results among them, beyond which uploads and new batches get a 413.",
+        parse=_count,
     )
     batch_concurrency: int = option(8, "Requests of all batches that are under way at a time.", parse=_count)
     revision: str | None = None

@@ -29,8 +29,12 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 _READ = ("GET", "HEAD")
-_NAME = r"(?!\.\.?(?:/|$))[A-Za-z0-9._~%:@+-]+"
-"""A part of a model's name in a path; none that leads elsewhere."""
+_NAME = r"[A-Za-z0-9._~%:@+-]+"
+"""A part of a model's name in a path."""
+_STAYS = r"(?!.*(?:/|%2[Ff])(?:\.|%2[Ee]){1,2}(?:/|%2[Ff]|$))"
+"""Begins the pattern of a path with names, none of which leads elsewhere: a proxy before the
+frontend may decode a path, and follow its dots.
+"""
 _BETA = ("beta",)
 """Parameter that Anthropic's clients send with every request of their beta; it changes nothing."""
 _ID = r"[A-Za-z0-9_-]{1,128}"
@@ -107,7 +111,7 @@ ROUTES: tuple[Route, ...] = (
         _READ,
         "frontend",
         "One of them, or `/ready` behind it: whether it can answer.",
-        pattern=re.compile(rf"/v1/models(?:/{_NAME})+"),
+        pattern=re.compile(rf"{_STAYS}/v1/models(?:/{_NAME})+"),
     ),
     Route(
         CATALOGUE, _READ, "document", "The processors that requests may name, with a JSON Schema of their arguments."

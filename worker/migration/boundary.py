@@ -150,11 +150,12 @@ class Boundary:
         """The record in ``data``. Raises `ValueError` if it is none of this version, or altered."""
         try:
             found: Any = json.loads(data)
-        except RecursionError:
+            if not isinstance(found, dict) or found.get("version") != VERSION:
+                raise ValueError(f"it is not of version {VERSION}")
+            is_whole = found.pop("digest", None) == _digest(found)
+        except RecursionError:  # of the reader, or of the writer, which gives up a level earlier
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.get("version") != VERSION:
-            raise ValueError(f"it is not of version {VERSION}")
-        if found.pop("digest", None) != _digest(found):
+        if not is_whole:
             raise ValueError("it was altered")
         del found["version"]
         if set(found) != {field.name for field in fields(cls)}:

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -22,6 +23,7 @@ from worker.arguments import Arguments, KnownKeys, keys_in
 from worker.engines import ServingEngine
 from worker.errors import InvalidRequest, StartupError, one_line
 from worker.server.adapters import ServedAdapters
+from worker.server.connection_threads import ConnectionThreads
 from worker.server.engine_routes import Asked, EngineRoutes, Route, new_memory
 from worker.server.interruptible import InPreparation
 from worker.server.sglang_routes import REFUSED, SglangRoutes
@@ -41,6 +43,9 @@ LINGER_S = 2.0
 
 _MAX_CHUNK_HEAD = 1024
 _MOST_DIGITS = 20
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
+_ONCE = ("Content-Length", "Transfer-Encoding")
+"""Headers of which a proxy and this port may take different ones, where there are two."""
 
 
 class Refused(Exception):
@@ -70,6 +75,7 @@ class EnginePort:
     Attributes:
         port: Port that it listens on.
         of_sglang: SGLang's names of them.
+        threads: Its connections.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -79,23 +85,23 @@ class EnginePort:
         self.routes = routes
         self.of_sglang = SglangRoutes(routes)
         self._loop = asyncio.get_running_loop()
-        self._keys = KnownKeys(map(_as_bytes, keys))
+        self._keys = KnownKeys(key.encode() for key in keys)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         handler = type("_Handler", (_Handler,), {"port": self})
-        server = type("_Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
-        self._server: ThreadingHTTPServer = server((str(address[0]), port), handler)
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="engine-port", daemon=True).start()
+        server = type("_Server", (ConnectionThreads,), {"address_family": family})
+        self.threads: ConnectionThreads = server((str(address[0]), port), handler)
+        self.port: int = self.threads.server_address[1]
+        threading.Thread(target=self.threads.serve_forever, name="engine-port", daemon=True).start()
 
     async def close(self) -> None:
         """Answer no more."""
-        await asyncio.to_thread(self._server.shutdown)
-        self._server.server_close()
+        await asyncio.to_thread(self.threads.shutdown)
+        self.threads.server_close()
 
     def is_key(self, authorization: str) -> bool:
         """Whether a header carries a key; in the same time for every wrong one."""
         scheme, _, given = authorization.partition(" ")
-        is_known = _as_bytes(given.strip()) in self._keys
+        is_known = given.strip(" \t").encode("latin-1", "replace") in self._keys  # as http.server decodes headers
         return is_known and scheme.lower() == "bearer"
 
     def ask(self, name: str, asked: Asked, route: Route) -> tuple[int, Mapping[str, Any]]:
@@ -169,6 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self._send(status, answer)
+        self.port.threads.waits(self.connection)
         if self.close_connection:
             self._drop_body()
 
@@ -185,7 +192,14 @@ class _Handler(BaseHTTPRequestHandler):
         """The name of the route, what it is asked, and the route. Raises `Refused`."""
         if not self.port.is_key(self.headers.get("Authorization", "")):
             raise Refused(401, "Authorization: must be Bearer and a key of --engine-key-file")
-        url, routes = urlsplit(self.path), self.port.routes
+        self.port.threads.is_busy(self.connection)
+        for name in _ONCE:
+            if len(self.headers.get_all(name, ())) > 1:
+                raise Refused(400, f"{name}: must be given once")
+        try:
+            url, routes = urlsplit(self.path), self.port.routes
+        except ValueError as error:
+            raise Refused(400, f"the request's target is none: {error}") from None
         name, route = self.port.route_at(url.path)
         is_read = url.path in self.port.of_sglang.reads or (url.path == PREFIX + name and name in routes.READS)
         if self.command != "POST" and not (self.command == "GET" and is_read):
@@ -242,14 +256,12 @@ class _Handler(BaseHTTPRequestHandler):
         content, size = new_memory(most), 0
         while True:
             head = self.rfile.readline(_MAX_CHUNK_HEAD)
-            try:
-                count = int(head.partition(b";")[0], 16) if head.endswith(b"\n") else -1
-            except ValueError:
-                count = -1
             if not head:
                 raise EOFError
-            if count < 0:
+            written = head.partition(b";")[0].strip()
+            if not head.endswith(b"\n") or not _CHUNK_SIZE.fullmatch(written):  # int() takes more, such as 0x10
                 raise Refused(400, "body: a chunk without its size")
+            count = int(written, 16)
             if size + count > most:
                 raise Refused(413, f"body: must have {most} bytes at most")
             if not count:
@@ -284,10 +296,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-
-def _as_bytes(key: str) -> bytes:
-    return key.encode("utf-8", "surrogateescape")
 
 
 def open_engine_port(

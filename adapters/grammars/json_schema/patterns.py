@@ -5,6 +5,8 @@ A language is decided by Brzozowski derivatives (J. ACM 11(4), 1964); `terminals
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +17,11 @@ from weakref import WeakValueDictionary
 
 MAX_WORK = 400_000
 """Parts of languages that one decision may examine."""
+
+AT_ONCE_S, PAUSE_S = 0.0005, 0.00005
+"""Seconds of a decision without a pause, and of the pause: the threads that serve others wait for
+Python's lock, and would get it after 5 ms each time.
+"""
 
 _LAST = 0x10FFFF
 _CACHED = 4_096
@@ -227,6 +234,7 @@ def is_nullable(language: Language) -> bool:
 @lru_cache(_CACHED)
 def derivative(language: Language, char: int) -> Language:
     """The language of the texts that may follow ``char`` in it."""
+    _give_way()
     match language:
         case Chars(ranges):
             return EMPTY_TEXT if any(low <= char <= high for low, high in ranges) else NOTHING
@@ -246,6 +254,16 @@ def derivative(language: Language, char: int) -> Language:
             return both(derivative(part, char) for part in parts)
         case Not(inner):
             return complement(derivative(inner, char))
+
+
+_turn = threading.local()
+
+
+def _give_way() -> None:
+    """Let other threads go on, if this one has not for `AT_ONCE_S`."""
+    if time.monotonic() - getattr(_turn, "began_s", 0.0) > AT_ONCE_S:
+        time.sleep(PAUSE_S)
+        _turn.began_s = time.monotonic()
 
 
 @lru_cache(_CACHED)

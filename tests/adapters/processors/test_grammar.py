@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +17,14 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import adapters.processors.grammar as grammar_module
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, plan_rows
 from adapters.contract import ArgumentError, Context, is_allowed
 from adapters.grammars import compiler
+from adapters.grammars.json_schema import lark_grammar
 from adapters.grammars.masks import MAX_MASKS, GrammarMasks, ThreadMasks, Words
 from adapters.processors.grammar import Choice, Grammar, GrammarProcessor, JsonSchema, Regex, grammar_cache
+from adapters.processors.structural_source import StructuralSource
 from adapters.vocabulary import Vocabulary, vocabulary_at
 from worker.tiny_model import write_tiny_model
 
@@ -546,3 +550,48 @@ def test_an_exploding_request_leaves_others_of_its_grammar_alone(
     assert allowed(before)
     before.rewind(len(PROMPT))
     assert masks(before) == masks(after) == masks(built(Regex, real, pattern=pattern)) == expected
+
+
+def lettered(number: int) -> dict[str, Any]:
+    """A schema of a thousand characters, whose grammar has millions."""
+    return {"type": "string", "pattern": "^" + 200 * r"\p{L}" + f"{number}$"}
+
+
+def test_schemas_in_a_grammar_are_so_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may have a grammar of 4 MiB, and a grammar's source room for hundreds of them."""
+    num_made, made = 0, lark_grammar
+
+    def counted(schema: Any) -> str:
+        nonlocal num_made
+        num_made += 1
+        return made(schema)
+
+    monkeypatch.setattr(grammar_module, "lark_grammar", counted)
+    source = "start: " + " | ".join(f"%json {json.dumps(lettered(number))}" for number in range(9))
+    with pytest.raises(ArgumentError, match="characters in all"):
+        Grammar.grammar(Grammar.Args(lark=source), BYTES)
+    assert num_made < 4
+
+
+def test_json_of_any_depth_in_a_grammar_is_refused_as_such() -> None:
+    """Two readers, one of which goes a step deeper, differ about where that begins."""
+    for depth in range(440, 500):
+        source = 'start: %json {"a":' + '{"a":' * 2 * depth + "1" + "}" * 2 * depth + "}"
+        with pytest.raises(ArgumentError, match="nested too deeply"):
+            Grammar.grammar(Grammar.Args(lark=source), BYTES)
+
+
+def test_the_schemas_of_tools_are_so_large_together() -> None:
+    source = StructuralSource("tools", BYTES)
+    with pytest.raises(ArgumentError, match="characters in all"):
+        deque((source.json(lettered(number), f"tools[{number}]") for number in range(3)), maxlen=0)
+
+
+def test_a_large_grammar_of_a_small_schema_is_not_kept() -> None:
+    """The texts of 256 of them would take a gigabyte of a worker's memory, for good."""
+    for number, is_kept in ((0, False), (1, True)):
+        before = grammar_module._small_grammar.cache_info().currsize
+        schema = {"maxLength": 123 + number} if is_kept else lettered(number)
+        made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), BYTES)
+        assert (len(made) < 10_000) == is_kept
+        assert grammar_module._small_grammar.cache_info().currsize == min(256, before + is_kept)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,3 +146,14 @@ def test_the_schemas_of_a_request_are_limited_together(monkeypatch: pytest.Monke
     assert ToolCalls(ToolCalls.Args(format="hermes", tools=tools[:1]), context)
     with pytest.raises(ArgumentError, match=r"tools\[.*too"):
         ToolCalls(ToolCalls.Args(format="hermes", tools=tools), context)
+
+
+def test_a_hard_pattern_gives_way_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for Python's lock, as the thread of an engine's steps does, soon gets it."""
+    pauses = list[float]()
+    monkeypatch.setattr(patterns, "AT_ONCE_S", 0.0)
+    monkeypatch.setattr(patterns, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    counted = "^(?=(?:[gw]|h)*g(?:[gw]|h){5}$)(?:[gw]|h)*$"
+    lark_grammar({"type": "string", "allOf": [{"pattern": counted}, {"maxLength": 40}]})
+    assert len(pauses) > 50
+    assert set(pauses) == {patterns.PAUSE_S}

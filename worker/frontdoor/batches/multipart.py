@@ -28,6 +28,11 @@ MAX_TEXT = 4096
 MAX_FILENAME = 255
 """Characters of the name of a file."""
 
+MAX_SEMICOLONS = MAX_FILENAME + 16
+"""Semicolons of the headers of one part: the standard library looks at all that is before each of
+them for quotes, and the thread that does so keeps the event loop waiting.
+"""
+
 BLOCK = 1 << 20
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")
@@ -177,6 +182,8 @@ def _headers(head: bytes) -> Message:
         raise Refused(400, _MALFORMED + "a header that is not UTF-8") from None
     if any(_is_control(each) and each != "\t" for line in text.split("\r\n") for each in line):
         raise Refused(400, _MALFORMED + "a control character in a header")
+    if text.count(";") > MAX_SEMICOLONS:
+        raise Refused(400, _MALFORMED + f"a header with more than {MAX_SEMICOLONS} semicolons")
     found = HeaderParser().parsestr(text + "\r\n\r\n")
     names = [name.lower() for name in found]
     if found.defects or len(set(names)) < len(names):

@@ -48,11 +48,13 @@ class Store:
         """Begin a batch.
 
         Raises:
-            Refused: 404, the client has no such file; 429, it has too many batches.
+            Refused: 404, the client has no such file; 429, it has too many batches; 413, all files
+                have used up the capacity.
         """
         file = self.files.get(owner, new.input_file_id, field="input_file_id")
         if file.purpose != INPUT:
             raise FieldRefused("input_file_id", f"{file.id} has the purpose {file.purpose}, not {INPUT}")
+        self.files.check_room(0, "input_file_id")  # its results are written at any rate
         return self.batches.add(
             owner,
             endpoint=new.endpoint,

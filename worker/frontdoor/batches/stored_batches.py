@@ -20,6 +20,7 @@ from worker.frontdoor.batches.objects import (
     batch_of,
 )
 from worker.frontdoor.errors import Refused
+from worker.frontdoor.values import printable
 
 NO_TOKENS = TokenCounts()
 MOST_UNFINISHED = 100
@@ -27,6 +28,9 @@ MOST_UNFINISHED = 100
 
 KEPT_S = 30 * 24 * 3600
 """Seconds for which a batch is known after its end."""
+
+MOST_KEPT = 10_000
+"""Batches of one client that are known: those that ended first are forgotten for new ones."""
 
 
 class StoredBatches:
@@ -59,6 +63,11 @@ class StoredBatches:
         """
         now = int(self._now())
         with self._database.transaction() as connection:
+            connection.execute(
+                f"DELETE FROM batches WHERE owner = ? AND status IN {_in(FINISHED)} AND number <="
+                " (SELECT number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (owner, owner, MOST_KEPT - 1),
+            )
             (unfinished,) = connection.execute(
                 f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {_in(UNFINISHED)}", (owner,)
             ).fetchone()
@@ -89,7 +98,7 @@ class StoredBatches:
             "SELECT * FROM batches WHERE id = ? AND (? IS NULL OR owner = ?)", (batch_id, owner, owner)
         ).fetchone()
         if row is None:
-            raise Refused(404, f"there is no batch {batch_id[:60]}", "id", code="batch_not_found")
+            raise Refused(404, f"there is no batch {printable(batch_id)}", "id", code="batch_not_found")
         return batch_of(row)
 
     def page(self, owner: str, *, after: str | None, limit: int) -> Page[StoredBatch]:
@@ -107,7 +116,7 @@ class StoredBatches:
         if after is not None:
             row = connection.execute("SELECT number FROM batches WHERE id = ? AND owner = ?", (after, owner)).fetchone()
             if row is None:
-                raise Refused(400, f"after: there is no batch {after[:60]}", "after")
+                raise Refused(400, f"after: there is no batch {printable(after)}", "after")
             number = row["number"]
         rows = connection.execute(
             "SELECT * FROM batches WHERE owner = ? AND (? IS NULL OR number < ?) ORDER BY number DESC LIMIT ?",

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from worker.frontdoor.batches.database import Database
 from worker.frontdoor.batches.objects import INPUT, UNFINISHED, Page, StoredFile, file_of
 from worker.frontdoor.errors import Refused
+from worker.frontdoor.values import printable
 
 _OWN = re.compile(r"file-[0-9a-f]{24}|[0-9a-f]{32}(\.[a-z]+)?")
 """Names of files that are made here: contents, and what has not come to its place."""
@@ -61,11 +62,8 @@ class StoredFiles:
         file_id = f"file-{secrets.token_hex(12)}"
         try:
             with self._database.transaction() as connection:
-                if purpose == INPUT and self.num_bytes() + max(size, SMALLEST) > self._capacity:
-                    problem = (
-                        f"all files together have more than {self._capacity} bytes; delete files that are not needed"
-                    )
-                    raise Refused(413, problem, "file", code="storage_full")
+                if purpose == INPUT:
+                    self.check_room(max(size, SMALLEST), "file")
                 added = connection.execute(
                     "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING *",
@@ -79,6 +77,12 @@ class StoredFiles:
                 self.path(file_id).unlink(missing_ok=True)
             raise
         return file_of(added)
+
+    def check_room(self, size: int, field: str) -> None:
+        """Raises `Refused` (413), about a field, if there is no room for so many bytes more."""
+        if self.num_bytes() + size > self._capacity:
+            problem = f"all files together have more than {self._capacity} bytes; delete files that are not needed"
+            raise Refused(413, problem, field, code="storage_full")
 
     def get(self, owner: str, file_id: str, *, field: str = "id") -> StoredFile:
         """A file of ``owner``.
@@ -95,7 +99,7 @@ class StoredFiles:
             "SELECT * FROM files WHERE id = ? AND owner = ? AND expires_at > ?", (file_id, owner, int(self._now()))
         ).fetchone()
         if row is None:
-            raise Refused(404, f"there is no file {file_id[:60]}", field, code="file_not_found")
+            raise Refused(404, f"there is no file {printable(file_id)}", field, code="file_not_found")
         return file_of(row)
 
     def page(
@@ -118,7 +122,7 @@ class StoredFiles:
         if after is not None:
             row = connection.execute("SELECT number FROM files WHERE id = ? AND owner = ?", (after, owner)).fetchone()
             if row is None:
-                raise Refused(400, f"after: there is no file {after[:60]}", "after")
+                raise Refused(400, f"after: there is no file {printable(after)}", "after")
             number = row["number"]
         sign, order = ("<", "DESC") if descending else (">", "ASC")
         rows = connection.execute(

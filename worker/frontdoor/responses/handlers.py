@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler, encoded
@@ -147,7 +148,23 @@ async def retrieve(exchange: Exchange) -> None:
         return
     if "starting_after" in query:
         raise FieldRefused("starting_after", "needs stream=true")
-    await exchange.answer(200, responses_of(exchange.door).response(exchange.owner, exchange.names["id"]))
+    service, owner, response_id = responses_of(exchange.door), exchange.owner, exchange.names["id"]
+    stored = None if service.running(owner, response_id) is not None else service.store.get(owner, response_id)
+    if stored is None:
+        await exchange.answer(200, service.response(owner, response_id))
+    else:
+        size = stored.num_bytes + sum(each.num_bytes for each in stored.output)
+        await _answer_read(exchange, stored.read, size)
+
+
+async def _answer_read(exchange: Exchange, read: Callable[[], Any], size: int) -> None:
+    """Answer with what is read of the store; a large one is read and written beside the event loop,
+    in which all other clients would wait.
+    """
+    if size <= AT_ONCE:
+        await exchange.answer(200, read())
+    else:
+        await exchange.answer(200, await exchange.door.rewriting.aside(lambda: encoded(read())))
 
 
 async def _stream_again(exchange: Exchange, query: Mapping[str, str]) -> None:
@@ -207,10 +224,14 @@ async def list_input_items(exchange: Exchange) -> None:
     if order == "desc":
         items.reverse()
     items = _after(items, query.get("after"))
-    page = [each.read() for each in items[:limit]]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    content = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > limit}
-    await exchange.answer(200, content)
+    page, has_more = items[:limit], len(items) > limit
+    await _answer_read(exchange, partial(_page, page, has_more=has_more), sum(each.num_bytes for each in page))
+
+
+def _page(items: Sequence[StoredItem], *, has_more: bool) -> dict[str, Any]:
+    first, last = (items[0].item_id, items[-1].item_id) if items else (None, None)
+    data = [each.read() for each in items]
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def _after(items: Sequence[StoredItem], item_id: str | None) -> list[StoredItem]:

@@ -39,10 +39,12 @@ class Responses:
 
     Args:
         store: Responses that have ended.
+        max_referenced: Bytes of the items together that one request refers to.
     """
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, max_referenced: int) -> None:
         self.store = store
+        self._max_referenced = max_referenced
         self._running: dict[tuple[str, str], BackgroundRun] = {}
 
     def prepared(self, owner: str, fields: Body, earlier: Sequence[StoredItem]) -> Prepared:
@@ -57,15 +59,25 @@ class Responses:
 
         Raises:
             FieldRefused: naming the field.
+            Refused: 413, the items that it refers to are larger together than a body may be.
         """
-        given = input_items([] if fields.get("input") is None else fields["input"], lambda key: self._item(owner, key))
+        left = self._max_referenced
+
+        def found(item_id: str) -> Item | None:
+            nonlocal left
+            stored = self.store.item(owner, item_id)
+            if stored is None:
+                return None
+            left -= len(stored.data)
+            if left < 0:  # before it is read: a reference takes a few bytes, and may come a thousand times
+                problem = f"input: refers to items of more than {self._max_referenced} bytes together"
+                raise Refused(413, problem, "input")
+            return stored.read()
+
+        given = input_items([] if fields.get("input") is None else fields["input"], found)
         placed = [PlacedItem(PREVIOUS, each.read()) for each in earlier]
         request = as_chat(fields, placed, given)
         return Prepared(request, [*earlier, *(stored_item(each.item) for each in given)])
-
-    def _item(self, owner: str, item_id: str) -> Item | None:
-        stored = self.store.item(owner, item_id)
-        return None if stored is None else stored.read()
 
     def previous(self, owner: str, response_id: str | None) -> Sequence[StoredItem]:
         """The items of a response that another one continues; none for None.
@@ -143,5 +155,5 @@ def responses_of(door: FrontDoor) -> Responses:
     """The responses of a front door."""
     found = _OF_DOORS.get(door)
     if found is None:
-        found = _OF_DOORS[door] = Responses(ResponseStore(door.options.response_store_mib * 2**20))
+        found = _OF_DOORS[door] = Responses(ResponseStore(door.options.response_store_mib * 2**20), door.max_body)
     return found

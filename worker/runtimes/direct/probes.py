@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -16,6 +14,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from worker.arguments import Arguments
 from worker.errors import StartupError
+from worker.server.connection_threads import ConnectionThreads
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -26,13 +25,8 @@ ANSWER_S = 2.0
 """Seconds for the event loop to answer a probe: below the timeout of the probes in `k8s/`."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that has gone, or sends nothing."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
+class _Server(ConnectionThreads, WSGIServer):
+    """Answers each probe in a thread."""
 
 
 class _Handler(WSGIRequestHandler):

@@ -75,7 +75,7 @@ class ReplyGuard:
         if now_s - self._logged_s > LOGGED_EVERY_S:
             self._logged_s = now_s
             logger.warning(
-                "dropped a message to %s with the reply subject %.80r, which is too long or begins with none of %s "
+                "dropped a message to %.80r with the reply subject %.80r, which is too long or begins with none of %s "
                 "(--nats-reply-prefixes); %d so far",
                 message.subject,
                 message.reply,

@@ -93,10 +93,11 @@ class _Tokens(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: list[str]) -> None:
         self._expected = KnownKeys(f"Bearer {token}".encode() for token in tokens)
 
-        async def refuse_call(request: Any, context: ServicerContext) -> None:
+        async def refuse_call(requests: Any, context: ServicerContext) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: must be Bearer and a token")
 
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse_call)
+        # as if it were a stream, of which nothing is read: a message may be large, and never end
+        self._refusal = grpc.stream_unary_rpc_method_handler(refuse_call)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The handler of a call, or one that refuses it."""
