@@ -75,7 +75,7 @@ class EnginePort:
     Attributes:
         port: Port that it listens on.
         of_sglang: SGLang's names of them.
-        threads: Its connections.
+        threads: The server, with a thread for each connection.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
