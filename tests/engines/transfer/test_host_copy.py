@@ -74,6 +74,32 @@ def test_a_page_takes_one_call(peer: Peer, transport: KvTransport, monkeypatch: 
     assert sizes == [(2 * LAYOUT.layers, 1)]
 
 
+def test_a_long_prompt_comes_in_slices_that_threads_share(
+    peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its pages are in a row on both sides, so that each tensor could be one piece."""
+    page = LAYOUT.kv_heads * LAYOUT.page_size * LAYOUT.head_dim * transport.tensors[0].element_size()
+    monkeypatch.setattr(transports, "SLICE_BYTES", 4 * page)
+    monkeypatch.setattr(transports, "PIECE_BYTES", 2 * page)
+    sizes: list[list[int]] = []
+
+    def counted(number: int, ours: Array, theirs: Array, pieces: Pieces) -> None:
+        sizes.append([*pieces[:, 2].tolist()] * len(ours))
+        copy_from(number, ours, theirs, pieces)
+
+    monkeypatch.setattr(transports, "copy_from", counted)
+    source, target = list(range(1, 10)), list(range(2, 11))
+    handle = peer.grant(source)
+    read = transport.read(handle, target, 0, 9 * LAYOUT.page_size)
+    assert read.poll(PATIENCE_S) == "done"
+    assert read.release()
+    assert peer.wait_release() == handle.token
+    assert sizes == [[2 * page, 2 * page], [2 * page, 2 * page], [page]] * (2 * LAYOUT.layers)
+    assert all(
+        torch.equal(ours[target], theirs[source]) for ours, theirs in zip(transport.tensors, peer.tensors, strict=True)
+    )
+
+
 @pytest.mark.parametrize("kernels", WAYS)
 def test_any_pieces_of_any_tensors(
     peer: Peer, kernels: str, three_threads: None, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,9 @@ SLICE_BYTES = 16 * 2**20
 decode rows wait.
 """
 
+PIECE_BYTES = 2**20
+"""Most that one thread copies of a neighbour's pages in a row: threads share what is larger."""
+
 READ_TIMEOUT_S = 10.0
 """A read that makes no progress for this long is given up."""
 
@@ -306,9 +309,10 @@ class NixlRead(KvRead):
 
     def __init__(self, transport: KvTransport, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:
         super().__init__(transport, handle)
-        found = pieces(transport.layout, pages, handle.pages, start, stop)
+        size = transport.tensors[0].element_size()
+        found = pieces(transport.layout, pages, handle.pages, start, stop, SLICE_BYTES // size)
         sides = (transport.bases, transport.device_index), (handle.bases, handle.device)
-        self._ours, self._theirs = descriptors(found, sides, transport.tensors[0].element_size())
+        self._ours, self._theirs = descriptors(found, sides, size)
         self._slices = slices(self._ours[:, 1], SLICE_BYTES)
         self.num_bytes = int(self._ours[:, 1].sum())
         self._word = transport.scratch.take()
@@ -373,20 +377,21 @@ class NeighbourRead(KvRead):
     ) -> None:
         super().__init__(transport, handle)
         self._number = number
-        self._pieces = np.array(pieces(transport.layout, pages, handle.pages, start, stop), dtype=np.int64)
-        self._pieces *= transport.tensors[0].element_size()
+        size = transport.tensors[0].element_size()
+        found = pieces(transport.layout, pages, handle.pages, start, stop, min(PIECE_BYTES, SLICE_BYTES) // size)
+        self._pieces = np.array(found, dtype=np.int64) * size
         self._bases = transport.bases, np.array(handle.bases, dtype=np.uint64)
         of_tensor = int(self._pieces[:, 2].sum())
         self.num_bytes = of_tensor * len(handle.bases)
         self._at_once = max(1, SLICE_BYTES // of_tensor)
-        self._next = 0
+        parts = slices(self._pieces[:, 2], SLICE_BYTES)
+        self._slices = [(first, part) for first in range(0, len(handle.bases), self._at_once) for part in parts]
 
     def _advance(self) -> bool:
-        these = slice(self._next, self._next + self._at_once)
-        ours, theirs = self._bases
-        copy_from(self._number, ours[these], theirs[these], self._pieces)
-        self._next = these.stop
-        if self._next >= len(ours):  # all is here, if the token behind it is the lease's
+        first, (begin, end) = self._slices.pop(0)
+        these, (ours, theirs) = slice(first, first + self._at_once), self._bases
+        copy_from(self._number, ours[these], theirs[these], self._pieces[begin:end])
+        if not self._slices:  # all is here, if the token behind it is the lease's
             token = read_word(self._number, self._handle.token_address)
             if token is None:
                 raise TransferError(f"process {self._number} is gone")
