@@ -170,10 +170,10 @@ def _shapes(model: Path) -> Shapes:
     for path in sorted(model.glob("*.safetensors")):
         for name, tensor in read_header(path, path.name).items():
             layer, _, part = name.rpartition(".")
-            if part == "weight":
+            if part in ("qweight", "weight_packed") or (part == "weight" and tensor.dtype == "U8"):
+                shapes[layer] = None  # of GPTQ and AWQ, of compressed-tensors, of NVFP4 and bitsandbytes
+            elif part == "weight":
                 shapes[layer] = tensor.shape
-            elif part == "qweight":
-                shapes[layer] = None
     return shapes
 
 
@@ -247,8 +247,8 @@ def _pairs(matrices: Mapping[str, Matrix], base: Shapes) -> dict[str, tuple[Matr
         layer, is_input = part["layer"], part["side"] == "A"
         if layer not in base:
             raise ModelFileError(f"is an adapter of another model: {layer} is no layer of --model-path")
-        shape, wanted = matrix.stored.shape, base[layer]
-        if wanted is not None and shape[1 if is_input else 0] != wanted[1 if is_input else 0]:
+        shape, wanted, side = matrix.stored.shape, base[layer], 1 if is_input else 0
+        if wanted is not None and (len(wanted) != 2 or shape[side] != wanted[side]):
             raise ModelFileError(f"is an adapter of another model: {key} does not fit {layer} {list(wanted)}")
         sides.setdefault(layer, {})[part["side"]] = matrix
     pairs = {}

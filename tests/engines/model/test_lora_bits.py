@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from worker.engines.embedded import native
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, hf_model, load_model
+from worker.engines.embedded.model.adapter_weights import load_adapter
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.engines.weights import NotSupported
 from worker.models.problems import ModelFileError
@@ -137,6 +140,21 @@ def test_float16_adapters_are_kept_as_such(folder: Path, tmp_path: Path) -> None
             assert torch.equal(case.alone("half", 40), case.alone("wider", 40))
             assert case.nbytes("half") < 0.8 * case.nbytes("wider")
     native.choose_path(torch.float32)
+
+
+def test_an_adapter_is_read_in_a_thread_that_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP keeps threads for each one that has computed, and steps are slower beside them."""
+    read_in: list[threading.Thread] = []
+
+    def noted(*arguments: Any) -> LoadedAdapter:
+        read_in.append(threading.current_thread())
+        return load_adapter(*arguments)
+
+    monkeypatch.setattr(hf_model, "load_adapter", noted)
+    case = Case(folder, dtype="float32")
+    assert len(read_in) == len(NAMES)
+    assert not any(thread.is_alive() for thread in read_in)
+    assert case.nbytes("wide")
 
 
 def test_float32_adapters_of_a_bfloat16_model(folder: Path, tmp_path: Path) -> None:

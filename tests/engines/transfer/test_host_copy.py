@@ -75,6 +75,33 @@ def test_a_page_takes_one_call(peer: Peer, transport: KvTransport, monkeypatch: 
     assert sizes == [(0, 2 * LAYOUT.layers)]
 
 
+def test_a_long_prompt_comes_in_slices_that_threads_share(
+    peer: Peer, transport: KvTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its pages are in a row on both sides, so that each tensor could be one piece."""
+    page = LAYOUT.kv_heads * LAYOUT.page_size * LAYOUT.head_dim * transport.tensors[0].element_size()
+    monkeypatch.setattr(transports, "SLICE_BYTES", 4 * page)
+    monkeypatch.setattr(transports, "PIECE_BYTES", 2 * page)
+    sizes: list[list[int]] = []
+
+    def counted(number: int, ours: Array, theirs: Array, pieces: Pieces, part: tuple[int, int]) -> None:
+        sizes.append(np.tile(pieces[:, 2], len(ours))[slice(*part)].tolist())
+        copy_from(number, ours, theirs, pieces, part)
+
+    monkeypatch.setattr(transports, "copy_from", counted)
+    source, target = list(range(1, 10)), list(range(2, 11))
+    handle = peer.grant(source)
+    read = transport.read(handle, target, 0, 9 * LAYOUT.page_size)
+    assert read.poll(PATIENCE_S) == "done"
+    assert read.release()
+    assert peer.wait_release() == handle.token
+    assert [one for each in sizes for one in each] == [*[2 * page] * 4, page] * (2 * LAYOUT.layers)
+    assert all(sum(each) <= 4 * page for each in sizes)
+    assert all(
+        torch.equal(ours[target], theirs[source]) for ours, theirs in zip(transport.tensors, peer.tensors, strict=True)
+    )
+
+
 @pytest.mark.parametrize("kernels", WAYS)
 def test_any_pieces_of_any_tensors(
     peer: Peer, kernels: str, three_threads: None, monkeypatch: pytest.MonkeyPatch

@@ -209,7 +209,9 @@ def test_pieces_cover_each_element_once(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, stop - 1))
     there = torch.arange(8 * heads * size * width).view(8, heads, size, width)
     here = torch.full_like(there, -1)
-    found = pieces(layout, target, source, start, stop)
+    most = data.draw(st.integers(0, 3 * heads * size * width))
+    found = pieces(layout, target, source, start, stop, most)
+    assert all(length <= max(most, heads * size * width) for _, _, length in found)
     for to, of, length in found:
         assert (here.view(-1)[to : to + length] == -1).all()
         here.view(-1)[to : to + length] = there.view(-1)[of : of + length]

@@ -96,6 +96,10 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (renamed("lora_A.weight", "lora_magnitude_vector"), "is no matrix of a LoRA adapter"),
     (renamed("layers.0.", "layers.99."), "another model: model.layers.99.self_attn.q_proj is no layer"),
     (
+        renamed("self_attn.q_proj", "input_layernorm"),
+        "layers.0.input_layernorm.lora_A.weight does not fit model.layers.",
+    ),
+    (
         weighed(lambda tensors: {name: t[:, :-1] if "lora_A" in name else t for name, t in tensors.items()}),
         "another model: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight does not fit",
     ),
@@ -121,6 +125,34 @@ def test_bad_adapters_are_refused_by_name(model: Path, tmp_path: Path, number: i
         read_adapters([("mine", str(adapter))], str(model))
     assert str(refused.value).startswith("--lora-modules: mine: ")
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "packed"),
+    [
+        ("qweight", lambda weight: torch.zeros(weight.shape[1] // 8, len(weight), dtype=torch.int32)),  # GPTQ, AWQ
+        ("weight_packed", lambda weight: torch.zeros(len(weight), weight.shape[1] // 8, dtype=torch.int32)),
+        ("weight", lambda weight: torch.zeros(len(weight), weight.shape[1] // 2, dtype=torch.uint8)),  # NVFP4
+        ("weight", lambda weight: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8)),  # bitsandbytes
+    ],
+)
+def test_adapters_of_a_model_whose_weights_are_packed(
+    model: Path, tmp_path: Path, part: str, packed: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Its tensors have not the shapes of its layers, which other programs read."""
+    adapter = write_adapter(tmp_path / "adapter", model)
+    tensors = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        is_packed = name.endswith("_proj.weight")
+        layer = name.removesuffix("weight")
+        tensors[layer + part if is_packed else name] = packed(tensor) if is_packed else tensor
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    [found] = read_adapters([("mine", str(adapter))], str(tmp_path / "model"))
+    assert found.layers
+    renamed("layers.0.", "layers.99.")(adapter)
+    with pytest.raises(ConfigurationError, match=r"another model: model\.layers\.99"):
+        read_adapters([("mine", str(adapter))], str(tmp_path / "model"))
 
 
 def test_command_lines_without_a_use_for_adapters(model: Path, tmp_path: Path) -> None:

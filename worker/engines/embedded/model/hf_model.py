@@ -209,7 +209,7 @@ class HfModel:
 
         def load(name: str, directory: Path) -> LoadedAdapter:
             with in_use.taken() as layers:
-                return load_adapter(name, directory, layers, kept_in)
+                return in_own_thread(lambda: load_adapter(name, directory, layers, kept_in))
 
         return load
 

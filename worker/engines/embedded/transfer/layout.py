@@ -49,11 +49,14 @@ class KvLayout:
         return None
 
 
-def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start: int, stop: int) -> list[list[int]]:
+def pieces(
+    layout: KvLayout, target: Sequence[int], source: Sequence[int], start: int, stop: int, most: int
+) -> list[list[int]]:
     """Contiguous pieces of positions ``[start, stop)`` in one tensor of a store.
 
     The tensor is ``[pages, heads, page_size, head_dim]``. A whole page is one piece, together with
-    its neighbours where both sides have them in a row; part of a page is one piece per head.
+    its neighbours where both sides have them in a row, up to `most` elements; part of a page is one
+    piece per head.
 
     Args:
         layout: Layout of both sides.
@@ -61,6 +64,7 @@ def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start
         source: The prefill worker's pages, in order.
         start: First position.
         stop: Past the last position.
+        most: Elements of pages that are one piece, at most.
 
     Returns:
         ``[target offset, source offset, length]`` of each piece, in elements.
@@ -75,7 +79,7 @@ def pieces(layout: KvLayout, target: Sequence[int], source: Sequence[int], start
             for head in range(heads):
                 skip = head * row + first * width
                 found.append([to + skip, of + skip, (end - first) * width])
-        elif found and found[-1][2] % whole == 0 and _follows(found[-1], to, of):
+        elif found and found[-1][2] % whole == 0 and found[-1][2] + whole <= most and _follows(found[-1], to, of):
             found[-1][2] += whole
         else:
             found.append([to, of, whole])

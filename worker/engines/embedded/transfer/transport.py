@@ -50,6 +50,9 @@ SLICE_BYTES = 16 * 2**20
 decode rows wait.
 """
 
+PIECE_BYTES = 2**20
+"""Most that one thread copies of a neighbour's pages in a row: threads share what is larger."""
+
 READ_TIMEOUT_S = 10.0
 """A read that makes no progress for this long is given up."""
 
@@ -306,9 +309,10 @@ class NixlRead(KvRead):
 
     def __init__(self, transport: KvTransport, handle: KvHandle, pages: Sequence[int], start: int, stop: int) -> None:
         super().__init__(transport, handle)
-        found = pieces(transport.layout, pages, handle.pages, start, stop)
+        size = transport.tensors[0].element_size()
+        found = pieces(transport.layout, pages, handle.pages, start, stop, SLICE_BYTES // size)
         sides = (transport.bases, transport.device_index), (handle.bases, handle.device)
-        self._ours, self._theirs = descriptors(found, sides, transport.tensors[0].element_size())
+        self._ours, self._theirs = descriptors(found, sides, size)
         self._slices = slices(self._ours[:, 1], SLICE_BYTES)
         self.num_bytes = int(self._ours[:, 1].sum())
         self._word = transport.scratch.take()
@@ -373,8 +377,9 @@ class NeighbourRead(KvRead):
     ) -> None:
         super().__init__(transport, handle)
         self._number = number
-        self._pieces = np.array(pieces(transport.layout, pages, handle.pages, start, stop), dtype=np.int64)
-        self._pieces *= transport.tensors[0].element_size()
+        size = transport.tensors[0].element_size()
+        found = pieces(transport.layout, pages, handle.pages, start, stop, PIECE_BYTES // size)
+        self._pieces = np.array(found, dtype=np.int64) * size
         self._bases = transport.bases, np.array(handle.bases, dtype=np.uint64)
         sizes = np.tile(self._pieces[:, 2], len(handle.bases))
         self._slices = slices(sizes, SLICE_BYTES)
