@@ -4,6 +4,7 @@ The engines and the request parser raise these; a runtime (`worker/runtimes/`) m
 errors.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,6 +105,11 @@ def path_within(path: str, name: str) -> str | None:
     """The part of a field's path behind `name`, None if it is the path of another field."""
     rest = path.removeprefix(name)
     return rest if rest != path and (not rest or rest[0] in ".[") else None
+
+
+def without_user(address: str) -> str:
+    """``address`` without the user, password or token that its URLs may have: messages show it."""
+    return re.sub(r"(?<=//)[^/,]*@", "", address)
 
 
 def shown(value: Any) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,15 +9,28 @@ from test_turns import BLOCK, Engine, request
 
 from worker.engines.embedded.admission_order import Admission
 from worker.engines.embedded.kv_cache.cache import KvCache
-from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling import LogitsCollector
 
 MANY = 256
 
 
+def calls_in_a_step(engine: Engine, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Times that a step calls a method of a class."""
+    num_calls, method = 0, getattr(owner, name)
+
+    def counted(*arguments: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, counted)
+    engine.step()
+    return num_calls
+
+
 def test_a_step_looks_at_one_request_of_a_starved_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waiting request that had no room was looked at in each step, for 60 µs."""
-    engine, num_looks, has_room = Engine(slots=32, pages=100, mixed=None), 0, KvCache.has_room
+    engine = Engine(slots=32, pages=100, mixed=None)
     for number in range(3):
         engine.scheduler.add(request(f"a{number}", "a", 10 * BLOCK, 100))
     engine.scheduler.add(request("b", "b", 40 * BLOCK, 100))
@@ -27,13 +38,7 @@ def test_a_step_looks_at_one_request_of_a_starved_client(monkeypatch: pytest.Mon
     for number in range(MANY):
         engine.scheduler.add(request(f"c{number}", "c", 80 * BLOCK, 100))
 
-    def counted(cache: KvCache, *arguments: object) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        return has_room(cache, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(KvCache, "has_room", counted)
-    engine.step()
+    num_looks = calls_in_a_step(engine, KvCache, "has_room", monkeypatch)
     assert len(engine.running) == 4
     assert num_looks < MANY // 4
 
@@ -42,20 +47,14 @@ def test_a_client_for_whom_there_is_no_room_is_looked_at_once(monkeypatch: pytes
     """Each number of requests that might give way was tried for each: with 50 clients that wait for
     much memory, steps of 30 requests took 0.3 s longer.
     """
-    engine, num_looks, has_room = Engine(slots=32, pages=100, mixed=None), 0, KvCache.has_room
+    engine = Engine(slots=32, pages=100, mixed=None)
     for number in range(16):
         engine.scheduler.add(request(f"a{number}", "a", 2 * BLOCK, 100))
     engine.step()
     for number in range(MANY):
         engine.scheduler.add(request(f"c{number}", f"c{number}", 99 * BLOCK))
 
-    def counted(cache: KvCache, *arguments: object) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        return has_room(cache, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(KvCache, "has_room", counted)
-    engine.step()
+    num_looks = calls_in_a_step(engine, KvCache, "has_room", monkeypatch)
     assert len(engine.running) == 16
     assert MANY <= num_looks < 2 * MANY
 
@@ -97,38 +96,26 @@ def test_scores_of_a_prompt_wait_for_no_other_prompt() -> None:
 
 def test_prompts_are_hashed_once_for_all_starved_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each of them all blocks of the prompts in prefill were put into a set, in each step."""
-    engine, num_looks, pending = Engine(slots=4, pages=100, mixed=16), 0, Admission._pending
+    engine = Engine(slots=4, pages=100, mixed=16)
     for number in range(2):
         engine.scheduler.add(request(f"a{number}", "a", 30 * BLOCK, 100))
     engine.step()
     for number in range(MANY):
         engine.scheduler.add(request(f"c{number}", f"c{number}", 90 * BLOCK, 100))
 
-    def counted(admission: Admission, requests: Iterable[Request]) -> set[int]:
-        nonlocal num_looks
-        num_looks += 1
-        return pending(admission, requests)
-
-    monkeypatch.setattr(Admission, "_pending", counted)
-    engine.step()
+    num_looks = calls_in_a_step(engine, Admission, "_pending", monkeypatch)
     assert len(engine.running) == 2
     assert num_looks <= 2
 
 
 def test_no_prompt_is_looked_at_while_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step put the hashes of all blocks of a long prompt into a set, for nobody."""
-    engine, num_looks, pending = Engine(slots=2), 0, Admission._pending
+    engine = Engine(slots=2)
     engine.scheduler.add(request("a", "a", MANY * BLOCK))
     engine.scheduler.add(request("b", "b", MANY * BLOCK))
     engine.step()
     engine.scheduler.add(request("c", "c", MANY * BLOCK))
 
-    def counted(admission: Admission, requests: Iterable[Request]) -> set[int]:
-        nonlocal num_looks
-        num_looks += 1
-        return pending(admission, requests)
-
-    monkeypatch.setattr(Admission, "_pending", counted)
-    engine.step()
+    num_looks = calls_in_a_step(engine, Admission, "_pending", monkeypatch)
     assert len(engine.running) == 2
     assert num_looks == 0

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from worker.errors import StartupError
-from worker.migration.store import TTL_S, StoreError, without_user
+from worker.errors import StartupError, without_user
+from worker.migration.store import TTL_S, StoreError
 
 T = TypeVar("T")
 

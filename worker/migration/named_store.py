@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from worker.errors import StartupError
-from worker.migration.store import BoundaryStore, without_user
+from worker.errors import StartupError, without_user
+from worker.migration.store import BoundaryStore
 
 
 def make_store(address: str) -> BoundaryStore:

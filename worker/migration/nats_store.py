@@ -15,8 +15,8 @@ from nats.aio.client import Client
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NoStreamResponseError
 from nats.js.kv import KeyValue
 
-from worker.errors import StartupError
-from worker.migration.store import TTL_S, StoreError, without_user
+from worker.errors import StartupError, without_user
+from worker.migration.store import TTL_S, StoreError
 
 logger = logging.getLogger(__name__)
 

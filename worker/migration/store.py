@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Protocol
 
 TTL_S = 300.0
@@ -13,11 +12,6 @@ notice that a worker died and to migrate its requests.
 
 class StoreError(Exception):
     """The store could not do what it was asked; the message says which one, and why."""
-
-
-def without_user(address: str) -> str:
-    """``address`` without the user, password or token that its URLs may have: messages show it."""
-    return re.sub(r"(?<=//)[^/,]*@", "", address)
 
 
 class BoundaryStore(Protocol):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from worker.errors import StartupError
-from worker.migration.store import without_user
+from worker.errors import StartupError, without_user
 from worker.runtimes.nats.wire import TolerantClient
 
 if TYPE_CHECKING:
