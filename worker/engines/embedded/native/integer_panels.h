@@ -5,11 +5,12 @@
 #include "rounded_rows.h"
 
 enum {
-    AHEAD = 32768,   /* bytes by which codes are fetched before they are read, at most */
-    CACHED = 16384,  /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
-    MOST_TILES = 16, /* of rows, that are multiplied by a panel in turn */
-    EVEN_ROWS = 48,  /* up to which codes of 8 bits are multiplied at an even pace */
-    EVEN_SPANS = 2,  /* of a panel, that tiles are then multiplied by in turn */
+    AHEAD = 32768,    /* bytes by which codes are fetched before they are read, at most */
+    CACHED = 16384,   /* bytes of rows' codes that panels are multiplied by in turn: half of an L1 cache */
+    MOST_TILES = 16,  /* of rows, that are multiplied by a panel in turn */
+    SHARED = 262144,  /* bytes of panels that all rows meet before the next ones: a quarter of an L2 cache */
+    EVEN_ROWS = 48,   /* up to which codes of 8 bits are multiplied at an even pace */
+    EVEN_SPANS = 2,   /* of a panel, that tiles are then multiplied by in turn */
 };
 
 /* A specialization of the micro-kernel: numbers that the compiler knows. */
@@ -199,13 +200,12 @@ multiply_of(const quantised_t *q)
  * tiles: the next panel, which is fetched meanwhile, comes at an even pace, and not beside the first tile alone.
  */
 static void
-compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
+compute_shared_panels(const quantised_t *q, const rounded_t *r, int64_t cached_tiles, int64_t first, int64_t stop)
 {
     multiply_t *multiply = multiply_of(q);
     float sums[MOST_TILES * INT_ROWS * COLUMNS] ALIGNED;
     const int64_t tiles = tiles_of(r, q->rows);
     const int64_t length = q->bits == 8 && q->rows <= EVEN_ROWS ? EVEN_SPANS * q->span : q->inner;
-    const int64_t cached_tiles = smaller(CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1, MOST_TILES);
     for (int64_t begin = 0, end; begin < tiles; begin = end) {
         end = smaller(begin + cached_tiles, tiles);
         const int64_t top = first_row(r, q->rows, begin), bottom = first_row(r, q->rows, end);
@@ -221,6 +221,17 @@ compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t 
             finish_rounded_rows(q, r, top, bottom - top, panel, sums);
         }
     }
+}
+
+/* Panels from `first` on, before `stop`; where tiles of rows come in turn, as many at a time as the L2 cache keeps. */
+static void
+compute_panels(const quantised_t *q, const rounded_t *r, int64_t first, int64_t stop)
+{
+    const int64_t cached_tiles = smaller(CACHED / (INT_ROWS * r->words * WORD_BYTES) + 1, MOST_TILES);
+    const int64_t panel_bytes = (q->inner * q->bits + 7) / 8 * COLUMNS;
+    const int64_t panels = tiles_of(r, q->rows) > cached_tiles ? SHARED / panel_bytes + 1 : stop - first;
+    for (int64_t panel = first; panel < stop; panel += panels)
+        compute_shared_panels(q, r, cached_tiles, panel, smaller(panel + panels, stop));
 }
 
 #endif
