@@ -29,9 +29,10 @@ from pathlib import Path
 import nats
 import psutil
 import uvloop
+from machine import processor_name
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
 from runtimes import _program
-from serve import HERE, _free_port, processor
+from serve import HERE, _free_port
 from stores import processor_s
 
 from worker.errors import StartupError
@@ -151,7 +152,7 @@ def measure(group: Group, name: str, seconds: float) -> Row:
     load(STARTS[name] / 2)  # warm-up
     found = climb(load, STARTS[name])
     best = limit(found)
-    machine, today = f"{processor()}, {os.cpu_count()} cores", datetime.date.today().isoformat()
+    machine, today = f"{processor_name()}, {os.cpu_count()} cores", datetime.date.today().isoformat()
     server_us, workers_us, client_us = costs[best.rate]
     return Row(
         name, len(group.workers), best, found[-1].rate, server_us, workers_us, client_us, machine=machine, date=today

@@ -37,7 +37,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -51,6 +50,7 @@ import decode_ours  # before torch, so that OpenMP's threads wait as they do in 
 # isort: split
 import torch
 from checkpoint import write_checkpoint
+from machine import processor_name
 from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
 from worker.engines.embedded import Engine
@@ -301,7 +301,7 @@ def measure_model(
     model: str, arguments: argparse.Namespace, pythons: dict[str, Path], load: float
 ) -> Iterator[tuple[str, Measured]]:
     """Its cases, one by one."""
-    machine = f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
+    machine = f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}"
     asked = [name for name in arguments.peers if any(name in CASES[case].peers for case in arguments.cases)]
     absent = [name for name in asked if name not in pythons]
     for name in absent:

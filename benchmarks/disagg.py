@@ -34,7 +34,6 @@ import datetime
 import json
 import mmap
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -53,6 +52,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; its o
 import torch
 from checkpoint import write_checkpoint
 from disagg_routing import measure_routing
+from machine import processor_name
 
 from worker.engines import EngineRequest, KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
@@ -390,7 +390,7 @@ PARTS = ("transfer", "first-token", "gaps", "routing")
 
 
 def report(rounds: int, parts: list[str], write: Callable[[str], object]) -> None:
-    write(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}, ")
+    write(f"{datetime.date.today()}, {processor_name()}, {os.cpu_count()} processors, torch {torch.__version__}, ")
     write(f"medians of {rounds} rounds.\n\n")
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "model")

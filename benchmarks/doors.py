@@ -29,8 +29,9 @@ from typing import cast
 
 import psutil
 import uvloop
+from machine import processor_name
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
-from serve import HERE, _free_port, processor
+from serve import HERE, _free_port
 
 KEPT, REPORT = HERE / "results" / "doors.json", HERE / "results" / "doors.md"
 STEP_S = 0.02
@@ -224,7 +225,7 @@ def measure(doors: Doors, name: str, seconds: float) -> Row:
     load(STARTS[name] / 4)  # warm-up
     found = climb(load, STARTS[name])
     best = limit(found)
-    machine = f"{processor()}, {os.cpu_count()} cores"
+    machine = f"{processor_name()}, {os.cpu_count()} cores"
     today = datetime.date.today().isoformat()
     return Row(name, len(doors.processes), best, found[-1].rate, *costs[best.rate], doors.memory_mib(), machine, today)
 

@@ -31,7 +31,7 @@ import numpy as np
 import quantised
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from neighbours import processor
+from machine import processor_name
 from workload import HERE, Reply, Task, peer
 
 from worker.models.checkpoint import convert_gguf
@@ -136,7 +136,7 @@ def render(rows: list[quantised.Row], load: float, arguments: argparse.Namespace
         "",
         f"Made by `benchmarks/experts.py`, which says what the cases are, on {datetime.date.today()}:",
         f"{arguments.layers} layers of Qwen3-30B-A3B's shapes with random weights in Q4_0, --kernels",
-        f"{arguments.kernels}, {processor()},",
+        f"{arguments.kernels}, {processor_name()},",
         f"{arguments.threads} threads, load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds,",
         "tokens per second, and ratios to llama.cpp.",
         "",

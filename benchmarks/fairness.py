@@ -35,7 +35,8 @@ from pathlib import Path
 
 import uvloop
 from checkpoint import write_checkpoint
-from serve import _free_port, environment, processor
+from machine import processor_name
+from serve import _free_port, environment
 
 from worker.tiny_model import write_tiny_model
 
@@ -199,8 +200,8 @@ client with {load.small_prompt} tokens each, one at a time; {load.num_large} of 
 {TABLE_HEAD}
 {chr(10).join(rows)}
 
-{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores for clients, frontend, front door and worker;
-load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}.
+{datetime.date.today().isoformat()}, {processor_name()}, {os.cpu_count()} cores for clients, frontend,
+front door and worker; load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}.
 """
 
 

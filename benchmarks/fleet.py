@@ -35,9 +35,10 @@ from pathlib import Path
 import uvloop
 from fleet_model import ANSWER, BY_PREFIX, IN_TURN, OF_TWO, Fleet, Load, Request, Worker, disaggregated
 from fleet_plan import FRONTEND, figures, needed, plan
+from machine import processor_name
 from open_loop import Ask, drive, quantiles
 from parts import MODEL, running
-from serve import HERE, processor, stream_completion
+from serve import HERE, stream_completion
 
 KEPT, REPORT = HERE / "results" / "fleet.json", HERE / "results" / "fleet.md"
 
@@ -90,7 +91,7 @@ def keep(count: int, line: str) -> None:
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
     kept |= {
         f"{count:02}": line,
-        "where": f"{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores",
+        "where": f"{datetime.date.today().isoformat()}, {processor_name()}, {os.cpu_count()} cores",
     }
     KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     lines = "\n".join(line for key, line in sorted(kept.items()) if key != "where")

@@ -35,7 +35,8 @@ from typing import NoReturn, cast
 
 import uvloop
 from front_door_first import Wire, interval, measure_first, pin
-from serve import _free_port, processor
+from machine import processor_name
+from serve import _free_port
 
 HERE = Path(__file__).resolve().parent
 REPORT = HERE / "results" / "front_door.md"
@@ -335,7 +336,7 @@ of its own; the median of pairs, one through the front door and one straight to 
 {FIRST_HEAD}
 {chr(10).join(first_rows)}
 
-{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores; load average {os.getloadavg()[1]:.1f};
+{datetime.date.today().isoformat()}, {processor_name()}, {os.cpu_count()} cores; load average {os.getloadavg()[1]:.1f};
 Python {platform.python_version()}, uvloop {importlib.metadata.version("uvloop")}.
 """
 

@@ -23,7 +23,6 @@ import argparse
 import datetime
 import itertools
 import os
-import platform
 import random
 import statistics
 import sys
@@ -39,6 +38,7 @@ from typing import Any
 
 import psutil
 from llguidance import LLMatcher
+from machine import processor_name
 
 from adapters.client import processor
 from adapters.grammars.compiler import byte_tables, compile_grammar, load_tokenizer, tokens_of
@@ -296,7 +296,7 @@ def main() -> None:
             parts.append([*COMPILE_HEAD, *compiles("1,000", tiny, 30), *compiles("150,000", large, 30)])
         if "beside" in arguments.parts:
             parts.append(beside(model, arguments.seconds, arguments.rounds, arguments.bombs))
-    where = f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, load before {load:.1f}"
+    where = f"{datetime.date.today()}, {processor_name()}, {os.cpu_count()} cores, load before {load:.1f}"
     head = f"# Grammars\n\nMade by `.venv/bin/python benchmarks/grammars.py`, which says what is measured; {where}."
     text = "\n\n".join([head, *("\n".join(part) for part in parts)]) + "\n"
     print(text)

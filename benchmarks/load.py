@@ -26,7 +26,6 @@ import datetime
 import itertools
 import json
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -38,6 +37,7 @@ from typing import Any
 
 import torch
 from checkpoint import write_checkpoint
+from machine import processor_name
 from workload import VOCABULARY
 
 from worker.engines import EngineRequest
@@ -254,7 +254,7 @@ _DESCRIPTIONS = {
 
 
 async def run(path: Path, arguments: argparse.Namespace) -> None:
-    machine = f"{platform.machine()}, {arguments.threads} threads, torch {torch.__version__}"
+    machine = f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}"
     load = os.getloadavg()[0]
     engine = EmbeddedEngine(EmbeddedConfig(model_path=path, device="cpu", max_num_seqs=SLOTS, max_queue=4096))
     await engine.start()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from checkpoint import SMALL, write_checkpoint
 from decode import Answer
-from serve import processor
+from machine import processor_name
 from workload import HERE, Task, peer
 
 REPORT = HERE / "results" / "long_context.md"
@@ -79,7 +79,7 @@ def render(times: Times, arguments: argparse.Namespace) -> str:
         "Made by `.venv/bin/python benchmarks/long_context.py`, which says what is measured. Milliseconds of a",
         f"step, the fastest of {arguments.rounds} turns of {NEW - 1} steps, {arguments.threads} threads.",
         "",
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}, {processor()}.",
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}, {processor_name()}.",
         "",
         "| tokens of context | " + " | ".join(names) + " | fastest llama.cpp / ours | ours, bfloat16 / int8 KV |",
         "| --- |" + " --- |" * (len(names) + 2),

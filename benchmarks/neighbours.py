@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 
 from checkpoint import write_checkpoint
 from decode import Answer
+from machine import processor_name
 from workload import HERE, Task, peer
 
 REPORT = HERE / "results" / "neighbours.md"
@@ -103,7 +103,8 @@ def render(speeds: Speeds, arguments: argparse.Namespace, load: float) -> str:
         "Made by `.venv/bin/python benchmarks/neighbours.py`, which says who answers. Tokens per second, the median of",
         f"{arguments.rounds} rounds, {arguments.threads} threads on {os.cpu_count()} cores.",
         "",
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}, {processor()}, {arguments.dtype}, load before {load:.1f}.",
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}, {processor_name()}, {arguments.dtype}, "
+        f"load before {load:.1f}.",
         "",
         "| rows | neighbours | " + " | ".join(names) + " |",
         "| --- | --- |" + " --- |" * len(names),
@@ -121,14 +122,6 @@ def render(speeds: Speeds, arguments: argparse.Namespace, load: float) -> str:
             ratios = [ours / middle[OURS, rows, 0], *(ours / middle[n, rows, count] for n in names if n != OURS)]
             lines.append(f"| {rows} | {count} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
     return "\n".join(lines) + "\n"
-
-
-def processor() -> str:
-    """Name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    facts = dict(line.split("\t: ", 1) for line in (each.replace("\t\t", "\t") for each in lines) if "\t: " in line)
-    name, family, model = facts.get("model name"), facts.get("cpu family"), facts.get("model")
-    return f"{name or platform.machine()} (family {family}, model {model})"
 
 
 def _parse() -> argparse.Namespace:

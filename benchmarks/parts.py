@@ -37,7 +37,8 @@ import psutil
 import uvloop
 from fleet_model import ANSWER
 from fleet_plan import DOOR, FRONTEND
-from serve import HERE, _free_port, await_models, environment, processor, stream_completion
+from machine import processor_name
+from serve import HERE, _free_port, await_models, environment, stream_completion
 
 from worker.tiny_model import write_tiny_model
 
@@ -256,7 +257,7 @@ With {num_held} streams open, one of them takes:
 | --- | --- | --- |
 {lines}
 
-{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores; load average {os.getloadavg()[1]:.1f}.
+{datetime.date.today().isoformat()}, {processor_name()}, {os.cpu_count()} cores; load average {os.getloadavg()[1]:.1f}.
 """
 
 

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import processor_name
 from perplexity_peer import Scores, Window
 from quantised import OWN, PEERS, say, table, write_formats
-from serve import processor
 from workload import HERE, peer
 
 from worker.engines.embedded import Engine, native
@@ -106,7 +106,8 @@ def render(rows: list[str], num_windows: int) -> str:
         "# Perplexity",
         "",
         f"Made by `benchmarks/perplexity.py`, which says what is measured, on {datetime.date.today()}: the default",
-        f"model, {num_windows} windows of {LENGTH} tokens ({num_windows * (LENGTH - 1):,} predictions), {processor()}.",
+        f"model, {num_windows} windows of {LENGTH} tokens ({num_windows * (LENGTH - 1):,} predictions), "
+        f"{processor_name()}.",
         "",
         *table("format", "computed by", "perplexity", "change in per cent", "the same likeliest token, per cent"),
         *rows,

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import platform
 import random
 import statistics
 import time
@@ -32,6 +31,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from machine import processor_name
 
 from adapters import create_trtllm_adapters  # before torch, so that OpenMP's threads wait as they do in a worker
 
@@ -302,7 +303,7 @@ def main() -> None:
         row(f"admission of 32,768 tokens, {what}", f"{ms:.1f} ms", f"{megabytes:.1f} MB", "", target)
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     when = datetime.date.today().isoformat()
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    machine = f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     text = (
         f"# What processors cost\n\nMade by `.venv/bin/python benchmarks/processors.py` on {when} ({machine}); "
         f"V = {VOCAB:,}, {ROWS} rows, float32.\n\n"

@@ -44,7 +44,6 @@ import contextlib
 import datetime
 import functools
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -60,6 +59,7 @@ import torch
 from decode import read_speed
 from large_gguf import NAME as LARGE_MODEL
 from large_gguf import write_large_gguf
+from machine import processor_name
 from workload import HERE, LONGEST, MOST_ROWS, Reply, Task, peer
 
 from worker.engines.embedded import Engine, native
@@ -195,7 +195,7 @@ def render(rows: list[Row], load: float, arguments: argparse.Namespace) -> str:
         "# Quantised weights",
         "",
         f"Made by `benchmarks/quantised.py`, which says what the cases are, on {datetime.date.today()}:",
-        f"{MODELS[arguments.model]}, --kernels {arguments.kernels}, {platform.machine()}, {arguments.threads} threads,",
+        f"{MODELS[arguments.model]}, --kernels {arguments.kernels}, {processor_name()}, {arguments.threads} threads,",
         f"load before {load:.1f}; the fastest of {arguments.rounds} interleaved rounds, tokens per second.",
         "",
         *table("format", "case", FLOOR, *peers, *(title for name in OURS for title in (name, "ratio"))),

@@ -40,9 +40,10 @@ from pathlib import Path
 
 import psutil
 import uvloop
+from machine import processor_name
 from open_loop import Outcome, drive, due_times, outcome, shown
 from runtimes import _program
-from serve import HERE, _free_port, _served_models, await_models, environment, processor, stream_completion
+from serve import HERE, _free_port, _served_models, await_models, environment, stream_completion
 
 from worker.tiny_model import write_tiny_model
 
@@ -236,7 +237,7 @@ def measure(discovery: str, workers: int, rates: Sequence[float], seconds: float
         loads,
         one_dies_s,
         all_die_s,
-        f"{processor()}, {os.cpu_count()} cores",
+        f"{processor_name()}, {os.cpu_count()} cores",
         datetime.date.today().isoformat(),
     )
 

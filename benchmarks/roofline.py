@@ -1,12 +1,14 @@
 """Where steps of the embedded engine lie below this processor's own peaks.
 
     .venv/bin/python benchmarks/roofline.py
+    .venv/bin/python benchmarks/roofline.py --report benchmarks/results/roofline_zen5.md
 
 Measures the processor first, with `roofline.c` compiled for it: operations on float32, bfloat16 and
 int8 in registers, and the reading of memory, with all threads. Then decode steps of 1, 8, 32 and
 128 rows, and a prompt of 1,024 tokens, of random Llamas of 125 M and 1.1 B parameters: with
 bfloat16 weights, with int8 weights, and with int8 weights and activations. Prints tables and writes
-them to `results/roofline.md`, with a plot of the small model in `results/roofline.svg`; the steps
+them to `results/roofline.md`, or to the report of another processor, with a plot of the small model
+in the `.svg` beside it; the steps
 of peers in both are those of `results/decode.json`, which `decode.py` measured on a processor of
 this kind: the mean of an answer, with the prompt in it.
 
@@ -20,6 +22,7 @@ that is not the model's forward pass: planning, sampling, handing over.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import math
@@ -38,7 +41,7 @@ import decode_ours  # before torch, so that OpenMP's threads wait as they do in 
 # isort: split
 import torch
 from checkpoint import LARGE, SMALL, Size, write_checkpoint
-from serve import processor
+from machine import processor_name
 
 from worker.engines.embedded import Engine
 from worker.sampling import SamplingParams
@@ -248,8 +251,8 @@ def plot(points: Sequence[Point], peaks: Peaks) -> str:
     )
 
 
-def report(sections: dict[str, Sequence[Point]], peaks: Peaks) -> str:
-    """The page."""
+def report(sections: dict[str, Sequence[Point]], peaks: Peaks, plotted: str) -> str:
+    """The page, with a plot in the file `plotted` beside it."""
     shown = ", ".join(f"{kind} {peak / 1e9:,.0f} G/s" for kind, peak in peaks.operations.items() if peak)
     lines = [
         "# Below the roof",
@@ -257,12 +260,12 @@ def report(sections: dict[str, Sequence[Point]], peaks: Peaks) -> str:
         "Made by `.venv/bin/python benchmarks/roofline.py`, which says what is measured. On a virtual machine",
         "the speed of memory changes from minute to minute: a step that reads weights alone may be above its peak.",
         "",
-        f"{processor()}, {torch.get_num_threads()} threads: operations in registers {shown}; "
+        f"{processor_name()}, {torch.get_num_threads()} threads: operations in registers {shown}; "
         f"memory {peaks.bandwidth / 1e9:.1f} GB/s.",
     ]
     for title, points in sections.items():
         lines += ["", f"## {title}", "", *table(points)]
-    return "\n".join([*lines, "", "![Speed over operations per byte, of the small model](roofline.svg)", ""])
+    return "\n".join([*lines, "", f"![Speed over operations per byte, of the small model]({plotted})", ""])
 
 
 def table(points: Sequence[Point]) -> list[str]:
@@ -285,6 +288,10 @@ def table(points: Sequence[Point]) -> list[str]:
 
 def main() -> None:
     assert decode_ours is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, default=RESULTS / "roofline.md")
+    page: Path = parser.parse_args().report
+    drawing = page.with_suffix(".svg")
     with tempfile.TemporaryDirectory() as directory:
         peaks = measure_peaks(Path(directory))
     print(peaks, flush=True)
@@ -294,10 +301,10 @@ def main() -> None:
             weights = write_checkpoint(Path(directory), VOCABULARY, size=size) / 2
             points = ours(Path(directory), size, weights, peaks)
         sections[parameters] = points + (of_peers(weights, peaks) if size == SMALL else [])
-    text = report(sections, peaks)
+    text = report(sections, peaks, drawing.name)
     print(text)
-    (RESULTS / "roofline.md").write_text(text)
-    (RESULTS / "roofline.svg").write_text(plot(next(iter(sections.values())), peaks))
+    page.write_text(text)
+    drawing.write_text(plot(next(iter(sections.values())), peaks))
 
 
 if __name__ == "__main__":

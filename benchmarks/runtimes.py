@@ -32,7 +32,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvloop
-from serve import Medians, Sample, _free_port, drive, processor
+from machine import processor_name
+from serve import Medians, Sample, _free_port, drive
 
 from worker.runtimes.nats.client import WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions
@@ -105,7 +106,7 @@ tokens per second for the NATS runtime.
 {HEAD}
 {chr(10).join(rows)}
 
-{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores for clients, servers and workers;
+{datetime.date.today().isoformat()}, {processor_name()}, {os.cpu_count()} cores for clients, servers and workers;
 load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}.
 """
 

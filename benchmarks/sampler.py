@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import transformers
+from machine import processor_name
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -266,7 +267,7 @@ def report(rows: Sequence[Row], bitmasks: Sequence[str], check: str, num_rounds:
         BITMASK_HEADER + "\n" + "\n".join(bitmasks),
         "A small batch stays in the processor's cache, where a read costs next to nothing; what is left there is the\n"
         "cost of calling some thirty operations.",
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, load average "
+        f"{datetime.date.today()}, {processor_name()}, {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.1f};\nPython {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}.",
     ]

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from machine import processor_name
 
 from worker.tiny_model import write_tiny_model
 
@@ -213,18 +214,9 @@ round's difference, with its confidence interval of 95 %.
 {HEAD}
 {chr(10).join(rows)}
 
-{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores for client, frontend and workers;
+{datetime.date.today().isoformat()}, {processor_name()}, {os.cpu_count()} cores for client, frontend and workers;
 load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}, {versions}.
 """
-
-
-def processor() -> str:
-    """The processor's own name, where Linux tells it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def environment(directory: Path) -> dict[str, str]:

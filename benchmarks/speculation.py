@@ -44,7 +44,7 @@ import decode_ours
 
 # isort: split
 import torch
-from serve import processor
+from machine import processor_name
 from speculation_forms import schemas, tools
 from speculation_workload import LONGEST, MOST_ROWS, NGRAM, WORKLOADS, Answered, Ask, Workload, timed
 from workload import HERE, peer
@@ -228,7 +228,7 @@ def render(rows: Sequence[Measured], arguments: argparse.Namespace, made_by: str
         "# Speculation",
         "",
         f"Made by `benchmarks/speculation.py`, which says what is asked, of whom, on {datetime.date.today()}:",
-        f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {processor()}, {arguments.threads} threads,",
+        f"{DEFAULT_MODEL}, {arguments.dtype}, {made_by}, {processor_name()}, {arguments.threads} threads,",
         f"load before {load:.1f}. {arguments.rounds} interleaved rounds, answers of {arguments.tokens} tokens at most.",
         "Our answers are those without speculation, token for token.",
         "",

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from serve import processor
+from machine import processor_name
 
 from worker.models import model_cache, prepare_default_model
 from worker.models.default_model import fetch_default_gguf
@@ -139,7 +139,7 @@ def table(medians: dict[str, float], rounds: int) -> str:
         "# How long a start takes",
         "",
         "Made by `.venv/bin/python benchmarks/start.py`, which says what is compared. Median of "
-        f"{rounds} rounds, {datetime.date.today()}, {processor()}, {os.cpu_count()} CPUs.",
+        f"{rounds} rounds, {datetime.date.today()}, {processor_name()}, {os.cpu_count()} CPUs.",
         "",
         f"The second start takes {medians[SECOND]:.1f} s, target {TARGET_S:g}: {verdict}. "
         f"`Engine(...)` takes {medians[ENGINE]:.2f} s, target {ENGINE_TARGET_S:g}: {of_engine}.",

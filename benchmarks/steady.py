@@ -37,8 +37,9 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+from machine import processor_name
 from open_loop import Ask, Outcome, Timing, drive, due_times, outcome, quantiles
-from serve import _free_port, await_models, processor
+from serve import _free_port, await_models
 from workload import HERE
 
 REPORT = HERE / "results" / "steady.md"
@@ -152,7 +153,7 @@ def render(
         "Made by `.venv/bin/python benchmarks/steady.py`, which says what is measured, on",
         f"{today}: {arguments.minutes:g} minutes at {arguments.rate:g} requests a second,",
         f"{100 * found.answered:g} % of them answered, {len(gaps):,} times;",
-        f"{processor()}, {os.cpu_count()} processors.",
+        f"{processor_name()}, {os.cpu_count()} processors.",
         "",
         "| minutes | times | median, ms | p99, ms | p99.9, ms | largest, ms | p99.9 / median |",
         "| --- | --- | --- | --- | --- | --- | --- |",

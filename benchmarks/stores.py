@@ -28,9 +28,10 @@ from pathlib import Path
 
 import psutil
 import uvloop
+from machine import processor_name
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
 from runtimes import _program
-from serve import HERE, _free_port, processor
+from serve import HERE, _free_port
 
 from worker.errors import BoundaryStoreUnavailable
 from worker.migration.boundary import Boundary
@@ -151,7 +152,7 @@ def measure(kind: str, seconds: float) -> Row:
 
         found = climb(load, START)
     best = limit(found)
-    machine = f"{processor()}, {os.cpu_count()} cores"
+    machine = f"{processor_name()}, {os.cpu_count()} cores"
     worker_us, server_us = costs[best.rate]
     return Row(kind, best, found[-1].rate, worker_us, server_us, machine, datetime.date.today().isoformat())
 

@@ -49,7 +49,7 @@ os.environ |= {
 # isort: split
 import numpy as np
 import torch
-from serve import processor
+from machine import processor_name
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate
@@ -328,7 +328,7 @@ def report(found: Found, steps: dict[str, float]) -> str:
     lines = "\n".join
     return f"""# Logits processors inside vLLM
 
-`benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor()}, {os.cpu_count()} cores,
+`benchmarks/vllm_processors.py` wrote this on {datetime.date.today()}: {processor_name()}, {os.cpu_count()} cores,
 load {os.getloadavg()[0]:.0f} in the last minute, torch {torch.__version__}, {torch.get_num_threads()} thread(s).
 SmolLM2-135M-Instruct, {ROWS} requests at a time, {NEW} tokens each. Two engines take turns step by
 step, and change places halfway where they have the class; a plain step takes {plain_ms:.0f} ms of processor time.
