@@ -189,7 +189,8 @@ function checkReceipt(receipt, path) {
 
 /** Fields of a body that its prompt is made of. */
 const TEMPLATE = ["chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort"];
-const PROMPT = ["messages", "tools", ...TEMPLATE, "prompt"];
+const END = ["add_generation_prompt", "continue_final_message"];
+const PROMPT = ["messages", "tools", ...TEMPLATE, ...END, "prompt"];
 
 /** The two files of a replay: a receipt, and the prompt that it is of. */
 export function replayRequest(answer, prompt, choice = 0) {

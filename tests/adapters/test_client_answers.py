@@ -290,6 +290,8 @@ def test_the_digest_is_the_workers(token_ids: list[int]) -> None:
                 "chat_template_kwargs": {"enable_thinking": False},
                 "thinking": {"type": "disabled"},
                 "reasoning_effort": "low",
+                "add_generation_prompt": False,
+                "continue_final_message": True,
             }.items()
         ],
     ],

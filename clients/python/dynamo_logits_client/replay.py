@@ -47,7 +47,8 @@ class ReplayRequest:
 
 
 _FIELDS = (
-    *("messages", "tools", "chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort", "prompt"),
+    *("messages", "tools", "chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message", "prompt"),
 )
 """Fields of a body that its prompt is made of."""
 
