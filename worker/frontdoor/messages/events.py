@@ -9,6 +9,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.held_text import HeldText
 from worker.frontdoor.messages.request import TranslatedRequest
 from worker.frontdoor.messages.thinking import signature_of
+from worker.frontdoor.returned_tokens import joined_nvext
 from worker.frontdoor.values import Object
 
 Event = Object
@@ -47,7 +48,7 @@ class MessageEvents:
             Refused: 502, the chunk is not in OpenAI's form.
         """
         self._usage = chunk.get("usage") or self._usage
-        self._extension |= chunk.get("nvext") or {}
+        self._extension = joined_nvext(self._extension, chunk.get("nvext") or {})
         events = [] if self._has_begun else self._start(chunk)
         for choice in chunk.get("choices") or ():
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
