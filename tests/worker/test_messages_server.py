@@ -122,6 +122,15 @@ async def test_errors_of_the_chat_have_the_names_of_messages() -> None:
     assert body["request_id"] == headers["request-id"]
 
 
+@pytest.mark.parametrize("name", ["completion_token_ids", "prompt_token_ids", "prompt_logprobs"])
+async def test_what_chats_alone_say_of_tokens_is_refused(name: str) -> None:
+    """The frontend drops what it does not know, and its ids have no end token."""
+    async with house(says(*CHUNKS)) as at:
+        status, _, body = whole(await at.ask(message(nvext={"extra_fields": ["engine_data", name]})))
+        assert at.frontends[0].requests == []
+    assert (status, body["error"]["message"].partition(" is served by ")[0]) == (400, f"nvext.extra_fields: {name}")
+
+
 async def test_a_body_that_is_nested_too_deep_is_refused() -> None:
     """Near the limit of recursion the chat, or the text that is made of it, is too deep first."""
     tools = [{"name": "f", "input_schema": {"type": "object", "x": "@"}}]

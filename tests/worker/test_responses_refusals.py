@@ -137,6 +137,10 @@ IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
     ({"logits_processors": [{"name": "no_such"}]}, "logits_processors[0].name"),
     ({"nvext": {"use_raw_prompt": True}}, "nvext.use_raw_prompt"),
+    *(
+        ({"nvext": {"extra_fields": ["engine_data", name]}}, "nvext.extra_fields")
+        for name in ("completion_token_ids", "prompt_token_ids", "prompt_logprobs")
+    ),
     (allowing("none", "f"), "tool_choice.mode"),
     (allowing("auto"), "tool_choice.tools"),
     (allowing("auto", "f", "h"), "tool_choice.tools[1].name"),
