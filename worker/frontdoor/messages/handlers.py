@@ -13,7 +13,7 @@ from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.messages.events import Event, MessageEvents
 from worker.frontdoor.messages.message import server_sent, whole_message, written
 from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
-from worker.frontdoor.requests import TOO_DEEP
+from worker.frontdoor.requests import TOO_DEEP, deadline_of
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.tokens import num_prompt_tokens
 
@@ -76,7 +76,7 @@ async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenera
         raise request.paths.renamed(failed.refused) from None
     except Refused as refused:
         raise request.paths.renamed(refused) from None
-    yield events.end()
+    yield events.end(deadline_of(request.chat, exchange.head.headers))
 
 
 async def _translated(exchange: Exchange, translate: Callable[..., TranslatedRequest]) -> TranslatedRequest:
