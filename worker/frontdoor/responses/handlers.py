@@ -202,6 +202,8 @@ async def delete(exchange: Exchange) -> None:
 async def cancel(exchange: Exchange) -> None:
     """``POST /v1/responses/{id}/cancel``; a response that has ended is the answer as it is."""
     _query(exchange)
+    for name in exchange.fields() if exchange.body else ():
+        raise FieldRefused(printable(name), "is not a field of this path", code="unknown_parameter")
     owner, response_id = exchange.owner, exchange.names["id"]
     service = responses_of(exchange.door)
     if not service.response(owner, response_id)["background"]:
