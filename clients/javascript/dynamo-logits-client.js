@@ -203,6 +203,9 @@ export function replayRequest(answer, prompt, choice = 0) {
   if (typeof prompt === "string") return { receipt, prompt: { prompt } };
   if (Array.isArray(prompt)) return { receipt, prompt };
   const names = PROMPT.filter((name) => prompt[name] != null);
+  if (!names.includes("messages") && !names.includes("prompt")) {
+    throw new TypeError("the body has neither messages nor a prompt: give the prompt's token ids");
+  }
   return { receipt, prompt: Object.fromEntries(names.map((name) => [name, prompt[name]])) };
 }
 
