@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from worker.frontdoor.completions.handler import AT_ONCE
 from worker.frontdoor.rollouts import sglang, sglang_request
 
 
@@ -24,7 +25,7 @@ async def test_a_slow_client_that_leaves_takes_all_tasks_along(monkeypatch: pyte
     exchange: Any = None
     events = sglang._together(exchange, batch, "m")
     await anext(events)
-    for _ in range(3 * sglang.AT_ONCE):  # more answers than wait for a client
+    for _ in range(3 * AT_ONCE):  # more answers than wait for a client
         await asyncio.sleep(0)
     await events.aclose()
     for _ in range(20):
