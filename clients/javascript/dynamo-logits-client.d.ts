@@ -715,7 +715,10 @@ export interface ReplayRequest {
   prompt: number[] | Record<string, unknown>;
 }
 
-/** The replay of one choice of an answer. Throws `TypeError` if its receipt is missing or not the last one. */
+/**
+ * The replay of one choice of an answer. Throws `TypeError` if its receipt is missing or not the last one, or if the
+ * body has no prompt.
+ */
 export declare function replayRequest(
   answer: unknown,
   prompt: string | number[] | Readonly<Record<string, unknown>>,

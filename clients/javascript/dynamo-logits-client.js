@@ -189,7 +189,8 @@ function checkReceipt(receipt, path) {
 
 /** Fields of a body that its prompt is made of. */
 const TEMPLATE = ["chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort"];
-const PROMPT = ["messages", "tools", ...TEMPLATE, "prompt"];
+const END = ["add_generation_prompt", "continue_final_message"];
+const PROMPT = ["messages", "tools", ...TEMPLATE, ...END, "prompt"];
 
 /** The two files of a replay: a receipt, and the prompt that it is of. */
 export function replayRequest(answer, prompt, choice = 0) {
@@ -202,6 +203,9 @@ export function replayRequest(answer, prompt, choice = 0) {
   if (typeof prompt === "string") return { receipt, prompt: { prompt } };
   if (Array.isArray(prompt)) return { receipt, prompt };
   const names = PROMPT.filter((name) => prompt[name] != null);
+  if (!names.includes("messages") && !names.includes("prompt")) {
+    throw new TypeError("the body has neither messages nor a prompt: give the prompt's token ids");
+  }
   return { receipt, prompt: Object.fromEntries(names.map((name) => [name, prompt[name]])) };
 }
 

@@ -290,6 +290,8 @@ def test_the_digest_is_the_workers(token_ids: list[int]) -> None:
                 "chat_template_kwargs": {"enable_thinking": False},
                 "thinking": {"type": "disabled"},
                 "reasoning_effort": "low",
+                "add_generation_prompt": False,
+                "continue_final_message": True,
             }.items()
         ],
     ],
@@ -310,11 +312,18 @@ def test_the_files_of_a_replay(module: quickjs.Context, tmp_path: Path, prompt: 
         ((None,), [1], "the answer has no receipt"),
         (({**RECEIPT, "request": None},), [1], "it comes with the chunk that has the finish reason"),
         ((RECEIPT,), [1, 2], "it had 3 tokens of digest"),
+        ((RECEIPT,), {"input": "Hi", "tools": []}, "neither messages nor a prompt"),
     ],
 )
 def test_what_cannot_be_replayed(receipts: Any, prompt: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replay_request(answer(*receipts), prompt)
+
+
+def test_javascript_replays_no_body_without_a_prompt(module: quickjs.Context) -> None:
+    exact = json.dumps(answer({**RECEIPT, "seed": 7}))
+    with pytest.raises(quickjs.JSException, match="neither messages nor a prompt"):
+        module.eval(f'replayRequest({exact}, {{input: "Hi", messages: null}})')
 
 
 def test_javascript_replays_no_rounded_seed(module: quickjs.Context) -> None:

@@ -512,6 +512,22 @@ async def test_a_selection_in_two_headers_is_refused() -> None:
         assert (await at.ask(post(CHAT_BODY, header))).endswith(b"{}")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", b'{"model": "m", "input": "a"}'),
+        ("/v1/messages", b'{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}'),
+        ("/generate", b'{"model": "m", "text": "a"}'),
+    ],
+)
+async def test_so_it_is_where_a_handler_asks_the_frontend(path: str, body: bytes) -> None:
+    header = 'x-dynamo-meta-logits-processors: {"version": 1}'
+    async with house(say_ok) as at:
+        status, error = error_of(await at.ask(post(body, header, header, path=path)))
+        assert at.frontends[0].requests == []
+    assert (status, error["message"].partition(", ")[0]) == (400, "x-dynamo-meta-logits-processors: comes twice")
+
+
 async def test_http_1_0_gets_what_http_1_0_can_read() -> None:
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.0 200 OK\r\n\r\nuntil the end")

@@ -15,7 +15,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.chat_paths import ChatPaths
 from worker.frontdoor.messages.events import Event, MessageEvents
 from worker.frontdoor.messages.held_text import HeldText
-from worker.frontdoor.messages.message import input_of, server_sent, whole_message
+from worker.frontdoor.messages.message import input_of, server_sent, whole_message, written
 from worker.frontdoor.messages.request import TranslatedRequest
 from worker.frontdoor.messages.thinking import signature_of
 
@@ -177,6 +177,14 @@ def test_receipts_come_with_the_last_event() -> None:
     assert events[-2]["nvext"] == whole_message(events)["nvext"] == expected
 
 
+def test_both_workers_of_a_message_name_their_weights() -> None:
+    """The one that goes on with an answer names those of its own tokens alone."""
+    versions = [{"version": version, "from_token": start} for version, start in (("6", 0), ("7", 3))]
+    data = [{"engine_data": {"weight_versions": [one]}} for one in versions]
+    events = events_of([{**chunk(content="a"), "nvext": data[0]}, {**chunk("stop"), "nvext": data[1]}, last()])
+    assert events[-2]["nvext"] == {"engine_data": {"weight_versions": versions}}
+
+
 @pytest.mark.parametrize("delta", [{"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}, call(1, "}")])
 def test_a_call_without_a_beginning_is_a_failure(delta: Any) -> None:
     maker = MessageEvents(TranslatedRequest({}, ChatPaths()))
@@ -206,6 +214,27 @@ def test_the_input_of_a_call_that_was_cut(text: str, expected: Any) -> None:
 def test_an_input_that_is_too_deep_for_json_is_no_other() -> None:
     with pytest.raises(Refused, match="nested too deep"):
         input_of('{"a":' * 50_000 + "1" + "}" * 50_000)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e400", "1" * 5000])
+@pytest.mark.parametrize("end", ["}", ',"b":"c'])
+def test_a_number_that_json_cannot_have_is_no_other(number: str, end: str) -> None:
+    chunks = [chunk(**call(0, f'{{"a":{number}{end}', name="f")), chunk("tool_calls"), last()]
+    with pytest.raises(Refused, match="a number that is too large"):
+        written(message_of(chunks))
+
+
+def test_a_message_is_too_deep_for_json_or_sent() -> None:
+    """Near the limit of recursion its input is read, and the message around it is deeper."""
+    messages, problems = [], set()
+    for depth in range(900, 1000):
+        text = '{"a":' + "[" * depth + "]" * depth + "}"
+        try:
+            messages.append(written(message_of([chunk(**call(0, text, name="f")), chunk("tool_calls"), last()])))
+        except Refused as refused:
+            problems.add(refused.message)
+    assert problems == {"the input of a call is nested too deep for JSON; a stream has it as text"}
+    assert messages
 
 
 def test_events_are_sent_with_their_names() -> None:

@@ -122,6 +122,39 @@ async def test_errors_of_the_chat_have_the_names_of_messages() -> None:
     assert body["request_id"] == headers["request-id"]
 
 
+CUT = [chunk_of("Hel"), chunk_of("lo", finish_reason="length"), {**chunk_of(""), "choices": [], "usage": USAGE}]
+
+
+@pytest.mark.parametrize("form", ["field", "annotation", "header"])
+@pytest.mark.parametrize(
+    ("deadline", "expected"),
+    [(1.0, "max_tokens"), (2.0**32, "model_context_window_exceeded"), (None, "model_context_window_exceeded")],
+)
+async def test_a_deadline_is_no_end_of_the_context(form: str, deadline: float | None, expected: str) -> None:
+    """Clients make a conversation shorter when its context has ended."""
+    selection = {"version": 1} if deadline is None else {"version": 1, "deadline": deadline}
+    text, fields, headers = json.dumps(selection), dict[str, Any](), list[str]()
+    if form == "field":
+        fields = {"logits_processors": selection}
+    elif form == "annotation":
+        fields = {"nvext": {"annotations": [f"logits_processors:{text}"]}}
+    else:
+        headers = [f"x-dynamo-meta-logits-processors: {text}"]
+    async with house(says(*CUT)) as at:
+        _, _, body = whole(await at.ask(message(*headers, **fields)))
+        events = events_in(await at.ask(message(*headers, **fields, stream=True)))
+    assert (body["stop_reason"], events[-2][1]["delta"]["stop_reason"]) == (expected, expected)
+
+
+@pytest.mark.parametrize("name", ["completion_token_ids", "prompt_token_ids", "prompt_logprobs"])
+async def test_what_chats_alone_say_of_tokens_is_refused(name: str) -> None:
+    """The frontend drops what it does not know, and its ids have no end token."""
+    async with house(says(*CHUNKS)) as at:
+        status, _, body = whole(await at.ask(message(nvext={"extra_fields": ["engine_data", name]})))
+        assert at.frontends[0].requests == []
+    assert (status, body["error"]["message"].partition(" is served by ")[0]) == (400, f"nvext.extra_fields: {name}")
+
+
 async def test_a_body_that_is_nested_too_deep_is_refused() -> None:
     """Near the limit of recursion the chat, or the text that is made of it, is too deep first."""
     tools = [{"name": "f", "input_schema": {"type": "object", "x": "@"}}]

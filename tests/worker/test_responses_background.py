@@ -10,9 +10,11 @@ import pytest
 from responses_frontend import HELLO, WAIT_S, Answers, Slow, refused, served
 from responses_oracle import check_stream, checked_response
 from test_frontdoor_exchange import refuse
+from test_frontdoor_server import error_of, house, post
 from test_responses_events import chunk, usage
 
 from worker.frontdoor import bodies
+from worker.frontdoor.exchange import encoded
 from worker.frontdoor.responses import service
 from worker.frontdoor.responses.service import responses_of
 
@@ -138,3 +140,17 @@ async def test_a_background_response_that_fails(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(service, "MAX_RUNNING", 0)
         with pytest.raises(openai.RateLimitError):
             await client.responses.create(model="m", input="Hi", background=True)
+
+
+async def test_a_background_response_may_be_nested_too_deep() -> None:
+    """Near the limit of recursion the body is read, and the chat that it becomes is deeper."""
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object", "x": "@"}}]
+    fields = {"model": "m", "input": "Hi", "background": True, "tools": tools}
+    found = set()
+    async with house(Slow(*HELLO), tool_call_format="hermes") as at:
+        for depth in range(900, 1000):
+            body = encoded(fields).replace(b'"@"', b"[" * depth + b"]" * depth)
+            status, error = error_of(await at.ask(post(body, path="/v1/responses")))
+            found.add((status, "nested" in error["message"]))
+        assert at.frontends[0].requests == []
+    assert found == {(400, True)}

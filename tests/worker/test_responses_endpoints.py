@@ -358,6 +358,8 @@ REFUSED: list[tuple[bytes, int, str | None]] = [
     (get("/v1/responses/resp_1/input_items?order=up"), 400, "order"),
     (get("/v1/responses/resp_1/input_items"), 404, "response_id"),
     (get("/v1/responses/resp_1?a=b", method="DELETE"), 400, "a"),
+    (post(b'{"reason": "late"}', path="/v1/responses/resp_1/cancel"), 400, "reason"),
+    (post(b"{}", path="/v1/responses/resp_1/cancel"), 404, "response_id"),
 ]
 
 

@@ -130,6 +130,14 @@ def test_reasoning_then_a_text_then_calls() -> None:
     assert final.status == "completed"
 
 
+def test_both_workers_of_a_response_name_their_weights() -> None:
+    """The one that goes on with an answer names those of its own tokens alone."""
+    versions = [{"version": version, "from_token": start} for version, start in (("6", 0), ("7", 3))]
+    data = [{"engine_data": {"weight_versions": [one]}} for one in versions]
+    said = [{**chunk(content="a"), "nvext": data[0]}, {**chunk("stop"), "nvext": data[1]}, usage()]
+    assert streamed(said)[1]["nvext"] == {"engine_data": {"weight_versions": versions}}
+
+
 @pytest.mark.parametrize("last", [chunk(content="Hel"), call(0, '{"a', id="c", name="f"), chunk(reasoning_content="H")])
 def test_an_answer_that_is_cut_is_incomplete(last: dict[str, Any]) -> None:
     events, _ = streamed([last, chunk("length"), usage()])

@@ -137,6 +137,10 @@ IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
     ({"logits_processors": [{"name": "no_such"}]}, "logits_processors[0].name"),
     ({"nvext": {"use_raw_prompt": True}}, "nvext.use_raw_prompt"),
+    *(
+        ({"nvext": {"extra_fields": ["engine_data", name]}}, "nvext.extra_fields")
+        for name in ("completion_token_ids", "prompt_token_ids", "prompt_logprobs")
+    ),
     (allowing("none", "f"), "tool_choice.mode"),
     (allowing("auto"), "tool_choice.tools"),
     (allowing("auto", "f", "h"), "tool_choice.tools[1].name"),
@@ -164,16 +168,12 @@ BY_WORKERS: list[tuple[dict[str, Any], str, str]] = [
         "sampling_options.guided_decoding.args.schema",
         "tools",
     ),
-    ({"tools": [TOOL]}, "logits_processors.processors[0].args.tools[0].parameters", "tools[0].parameters"),
-    (
-        {"tools": [TOOL], "logits_processors": {"processors": [{}]}},
-        "logits_processors.processors[0].args.tools",
-        "logits_processors.processors[0].args.tools",
-    ),
-    (
-        {"tools": [TOOL], "logits_processors": [{}]},
-        "logits_processors.processors[1].args.schema.type",
-        "text.format.schema.type",
+    *(
+        ({"tools": [TOOL]}, path, path)  # a selection of the client's own, wherever it stands
+        for path in (
+            "logits_processors.processors[0].args.tools[0].parameters",
+            "logits_processors.processors[1].args.schema.type",
+        )
     ),
     ({"logits_processors": [{}]}, "logits_processors.processors[0].args.n", "logits_processors[0].args.n"),
 ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,6 +39,30 @@ def test_a_response_comes_back_as_it_was_stored() -> None:
     stored = store.item("a", "o1")
     assert stored is not None
     assert stored.read() == item("o1", "\u00e9")
+
+
+def test_items_are_found_while_others_come_and_go() -> None:
+    """A request with references is read in a thread, beside the event loop, which stores."""
+    store, found, is_over = ResponseStore(MIB), set[bool](), threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            found.add(store.item("a", "i1") is not None)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            looking = [threads.submit(look) for _ in range(2)]
+            for number in range(3000):
+                store.put("a", response(f"r{number}"), [stored_item(item("i1"))])
+                store.delete("a", f"r{number - 2}")
+            is_over.set()
+            for one in looking:
+                one.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert True in found
 
 
 def test_what_one_owner_stores_is_invisible_to_others() -> None:

@@ -13,6 +13,7 @@ from adapters.catalog import MAX_CHOICES
 from worker.errors import InvalidRequest
 from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.returned_tokens import EXTRA_FIELDS
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
 from worker.frontdoor.values import Object, keys_within, shown
 from worker.runtimes.direct.pictures import is_picture, picture_url
@@ -370,6 +371,11 @@ def nvext(value: Any, body: Body) -> None:
     for key in ("annotations", "extra_fields"):
         if value.get(key) is not None:
             _entries(f"nvext.{key}", value[key], lambda each: isinstance(each, str), "a text")
+    # the handlers of chats and completions take them out; of others a frontend would drop them
+    unread = [name for name in EXTRA_FIELDS if name in (value.get("extra_fields") or ())]
+    if unread:
+        problem = f"{unread[0]} is served by POST /v1/completions and /v1/chat/completions alone"
+        raise FieldRefused("nvext.extra_fields", problem)
     if value.get("token_data") is not None:
         check_ids("nvext.token_data", value["token_data"])
         if isinstance(body.get("prompt"), list):

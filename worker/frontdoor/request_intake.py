@@ -159,8 +159,6 @@ class RequestIntake:
         self._awaits_continue = head.awaits_continue
         if head.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise Refused(415, "a compressed body is not supported", "content-encoding")
-        if route.by != "checked":
-            return
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 

@@ -147,6 +147,20 @@ def names_of(
     return named if allowed is None else lambda worker_path: _among_all_tools(allowed, named(worker_path))
 
 
+def deadline_of(fields: Body, headers: Mapping[bytes, bytes]) -> float | None:
+    """Time at which the answer to a request ends at the latest, seconds since 1970; None without.
+
+    Args:
+        fields: The client's fields, which `rewritten_fields` takes.
+        headers: See `rewritten_fields`.
+    """
+    places = [text[len(ANNOTATION) :] for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
+    if METADATA_HEADER in headers:
+        places = [headers[METADATA_HEADER].decode("latin-1")]
+    selection = json.loads(places[0]) if places else _selection_of(fields.get(SELECTION_FIELD))
+    return selection.get("deadline")
+
+
 def _as_processors(
     table: Mapping[str, ClientField], fields: Body, calls: ToolCallSettings | None, carries_guides: bool
 ) -> list[FieldProcessor]:

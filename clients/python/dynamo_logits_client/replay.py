@@ -47,7 +47,8 @@ class ReplayRequest:
 
 
 _FIELDS = (
-    *("messages", "tools", "chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort", "prompt"),
+    *("messages", "tools", "chat_template_args", "chat_template_kwargs", "thinking", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message", "prompt"),
 )
 """Fields of a body that its prompt is made of."""
 
@@ -62,8 +63,8 @@ def replay_request(answer: Any, prompt: str | Sequence[int] | Mapping[str, Any],
         choice: Index of the choice.
 
     Raises:
-        ValueError: there is no receipt, it is not the last one of its answer, or it is of another
-            prompt than these token ids.
+        ValueError: there is no receipt, it is not the last one of its answer, it is of another
+            prompt than these token ids, or the body has no prompt of a chat or completion.
     """
     receipt = receipt_of(answer, choice)
     if receipt is None:
@@ -73,7 +74,10 @@ def replay_request(answer: Any, prompt: str | Sequence[int] | Mapping[str, Any],
     if isinstance(prompt, str):
         return ReplayRequest(receipt.raw, {"prompt": prompt})
     if isinstance(prompt, Mapping):
-        return ReplayRequest(receipt.raw, {name: prompt[name] for name in _FIELDS if prompt.get(name) is not None})
+        fields = {name: prompt[name] for name in _FIELDS if prompt.get(name) is not None}
+        if "messages" not in fields and "prompt" not in fields:
+            raise ValueError("the body has neither messages nor a prompt: give the prompt's token ids")
+        return ReplayRequest(receipt.raw, fields)
     if digest(prompt) != receipt.prompt_digest:
         raise ValueError(
             f"the receipt is of another prompt: it had {receipt.prompt_length} tokens of digest "

@@ -17,15 +17,12 @@ class ChatPaths:
         messages: Path of the client's message for each of the chat.
         pictures: See `Conversation.pictures`.
         format: Path of the format of the answer, if the request has one.
-        num_processors: Processors that the client itself selects; those behind them are of other
-            fields.
         thinks: Whether the request has ``thinking``.
     """
 
     messages: Sequence[str] = ()
     pictures: Mapping[str, str] = field(default_factory=dict)
     format: str | None = None
-    num_processors: int = 0
     thinks: bool = False
 
     def renamed(self, refused: Refused) -> Refused:
@@ -48,7 +45,6 @@ class ChatPaths:
             (_FUNCTION, lambda found: f"tools[{found[1]}]{found[2]}"),
             (_CHOICE, lambda found: f"tool_choice{found[1]}"),
             (_PARALLEL, lambda found: "tool_choice.disable_parallel_tool_use"),
-            (_PROCESSOR, self._processor),
             (_STOP, lambda found: "stop_sequences" + found[1]),
             (_EFFORT, lambda found: "output_config.effort"),
             (_CONTINUED, lambda found: self.messages[-1] if self.messages else "messages"),
@@ -64,16 +60,6 @@ class ChatPaths:
         index = int(found[1])
         message = self.messages[index] if index < len(self.messages) else found[0]
         return self.pictures.get(f"messages[{index}]{found[2]}", message)
-
-    def _processor(self, found: re.Match[str]) -> str:
-        """Path of a processor that a field became, of tools or of a schema."""
-        if int(found[1]) < self.num_processors:
-            return found[0]
-        tool = _TOOL_ARGUMENT.fullmatch(found[2])
-        if tool is not None:
-            return f"tools[{tool[1]}].input_schema{tool[2].removeprefix('.parameters')}" if tool[1] else "tools"
-        argument = _SCHEMA_ARGUMENT.fullmatch(found[2])
-        return found[0] if argument is None or self.format is None else f"{self.format}.schema{argument[1]}"
 
 
 _Rule = tuple[re.Pattern[str], Callable[[re.Match[str]], str]]
@@ -91,9 +77,6 @@ _CHOICE = _compiled(r"tool_choice(?:\.function)?(.*)")
 _PARALLEL = _compiled(r"parallel_tool_calls")
 _SCHEMA = _compiled(r"(?:response_format\.json_schema|sampling_options\.guided_decoding\.args)\.schema(.*)")
 _FORMAT = _compiled(r"response_format.*")
-_PROCESSOR = _compiled(r"logits_processors(?:\.processors)?\[(\d+)\](.*)")
-_TOOL_ARGUMENT = _compiled(r"\.args\.tools(?:\[(\d+)\](.*))?")
-_SCHEMA_ARGUMENT = _compiled(r"\.args\.(?:schema|answer\.json_schema)(.*)")
 _STOP = _compiled(r"(?:stop_conditions\.)?stop((?:\[.*)?)")
 _EFFORT = _compiled(r"reasoning_effort")
 _CONTINUED = _compiled(r"continue_final_message|add_generation_prompt")

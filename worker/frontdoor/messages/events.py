@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.held_text import HeldText
 from worker.frontdoor.messages.request import TranslatedRequest
 from worker.frontdoor.messages.thinking import signature_of
+from worker.frontdoor.returned_tokens import joined_nvext
 from worker.frontdoor.values import Object
 
 Event = Object
@@ -47,7 +49,7 @@ class MessageEvents:
             Refused: 502, the chunk is not in OpenAI's form.
         """
         self._usage = chunk.get("usage") or self._usage
-        self._extension |= chunk.get("nvext") or {}
+        self._extension = joined_nvext(self._extension, chunk.get("nvext") or {})
         events = [] if self._has_begun else self._start(chunk)
         for choice in chunk.get("choices") or ():
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -60,10 +62,14 @@ class MessageEvents:
                 events += self._call(call)
         return events
 
-    def end(self) -> list[Event]:
-        """The last events, once all chunks have come."""
+    def end(self, deadline: float | None = None) -> list[Event]:
+        """The last events, once all chunks have come.
+
+        Args:
+            deadline: Time at which the answer had to end, seconds since 1970; None without one.
+        """
         events = self._close(is_last=True)
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
+        delta = {"stop_reason": self._stop_reason(deadline), "stop_sequence": self._stop_sequence}
         last: Event = {"type": "message_delta", "delta": delta, "usage": usage_of(self._usage)}
         if self._extension:
             last["nvext"] = self._extension
@@ -141,12 +147,13 @@ class MessageEvents:
             self._thought = ""
         return [*events, {"type": "content_block_stop", "index": self._num_blocks - 1}]
 
-    def _stop_reason(self) -> str:
+    def _stop_reason(self, deadline: float | None) -> str:
         if self._stop_sequence is not None:
             return "stop_sequence"
         if self._finish_reason == "length":
             is_whole = self._usage.get("completion_tokens", 0) >= self._request.max_tokens
-            return "max_tokens" if is_whole or not self._usage else "model_context_window_exceeded"
+            is_late = deadline is not None and time.time() >= deadline
+            return "max_tokens" if is_whole or is_late or not self._usage else "model_context_window_exceeded"
         if self._finish_reason == "content_filter":
             return "refusal"
         return "tool_use" if self._has_calls else "end_turn"

@@ -11,9 +11,9 @@ from worker.frontdoor.error_forms import error_content
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.messages.events import Event, MessageEvents
-from worker.frontdoor.messages.message import server_sent, whole_message
+from worker.frontdoor.messages.message import server_sent, whole_message, written
 from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
-from worker.frontdoor.requests import TOO_DEEP
+from worker.frontdoor.requests import TOO_DEEP, deadline_of
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.tokens import num_prompt_tokens
 
@@ -30,7 +30,7 @@ async def create_message(exchange: Exchange) -> None:
             await _stream(exchange, batches)
         else:
             message = whole_message([event async for batch in batches for event in batch])
-            await exchange.answer(200, message)
+            await exchange.answer(200, written(message))
 
 
 async def count_tokens(exchange: Exchange) -> None:
@@ -76,7 +76,7 @@ async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenera
         raise request.paths.renamed(failed.refused) from None
     except Refused as refused:
         raise request.paths.renamed(refused) from None
-    yield events.end()
+    yield events.end(deadline_of(request.chat, exchange.head.headers))
 
 
 async def _translated(exchange: Exchange, translate: Callable[..., TranslatedRequest]) -> TranslatedRequest:

@@ -12,6 +12,8 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.events import Event
 from worker.frontdoor.values import Object
 
+_TOO_DEEP, _TOO_LARGE = "is nested too deep for JSON", "has a number that is too large for JSON here"
+
 
 def whole_message(events: Iterable[Event]) -> Object:
     """The message of all events of an answer: streamed or not, an answer is the same."""
@@ -48,20 +50,39 @@ def input_of(text: str) -> Any:
     makes it of a stream.
 
     Raises:
-        Refused: 500, it is nested too deep.
+        Refused: 500, it is nested too deep, or has an integer of too many digits.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        problem = "the input of a call is nested too deep for JSON; a stream has it as text"
-        raise Refused(500, problem, kind="server_error") from None
-    except ValueError:
+        raise _only_as_text(_TOO_DEEP) from None
+    except json.JSONDecodeError:
         pass
+    except ValueError:  # of `int`, which reads so many digits and no more
+        raise _only_as_text(_TOO_LARGE) from None
     try:
         found = from_json(text, allow_partial=True)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def written(message: Object) -> bytes:
+    """A whole message as it is sent.
+
+    Raises:
+        Refused: 500, the input of a call is nested too deep, or has a number beyond float64.
+    """
+    try:
+        return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError:
+        raise _only_as_text(_TOO_DEEP) from None
+    except ValueError:
+        raise _only_as_text(_TOO_LARGE) from None
+
+
+def _only_as_text(problem: str) -> Refused:
+    return Refused(500, f"the input of a call {problem}; a stream has it as text", kind="server_error")
 
 
 def server_sent(events: Iterable[Event]) -> bytes:

@@ -92,7 +92,7 @@ def _chat(fields: Object, max_tokens: int | None, models_think: bool) -> tuple[O
     format_path = _add_output_config(fields, chat)
     thinking = thinking_of(fields.get("thinking"), max_tokens, models_think=models_think)
     thinking.add_to(chat)
-    paths = ChatPaths(found.paths, found.pictures, format_path, _num_processors(chat), thinking.budget is not None)
+    paths = ChatPaths(found.paths, found.pictures, format_path, thinking.budget is not None)
     return chat, paths, thinking.is_shown
 
 
@@ -153,10 +153,3 @@ def _add_output_config(fields: Object, chat: Object) -> str | None:
     named = {"name": _FORMAT_NAME, "schema": schema, "strict": True}
     chat["response_format"] = {"type": "json_schema", "json_schema": named}
     return path
-
-
-def _num_processors(chat: Object) -> int:
-    """Processors that the client selects itself."""
-    chosen = chat.get("logits_processors")
-    listed = chosen.get("processors") if isinstance(chosen, dict) else chosen
-    return len(listed) if isinstance(listed, list) else 0

@@ -10,6 +10,7 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.responses.output_items import OutputItems
 from worker.frontdoor.responses.outputs import Event
 from worker.frontdoor.responses.response import Response, error_of, usage_of
+from worker.frontdoor.returned_tokens import joined_nvext
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Reason for which a chat's answer ends → that for which a response is incomplete."""
@@ -58,7 +59,7 @@ class Answer:
         if chunk.get("usage"):
             self._count(chunk["usage"], choices)
         if chunk.get("nvext"):
-            self._response["nvext"] = {**(self._response.get("nvext") or {}), **chunk["nvext"]}
+            self._response["nvext"] = joined_nvext(self._response.get("nvext"), chunk["nvext"])
         for choice in choices:
             yield from self._numbered(self._output.events(choice))
             self._finish_reason = choice.get("finish_reason") or self._finish_reason

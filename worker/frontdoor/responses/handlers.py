@@ -13,6 +13,7 @@ from worker.frontdoor.exchange import Exchange, Handler, encoded
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.refusal_reading import checked
+from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.responses.answer import Answer
 from worker.frontdoor.responses.fields import INPUT_TOKENS, RESPONSES, check_fields
 from worker.frontdoor.responses.generation import Generation, as_sent
@@ -100,14 +101,16 @@ async def _create_in_background(exchange: Exchange, generation: Generation, fiel
 
 async def _check_chat(exchange: Exchange, generation: Generation) -> None:
     """Raise `Refused` for what the front door or a worker refuses, while it can be the answer."""
-    body = encoded(generation.request.fields)
-    check = partial(exchange.door.rewrite, CHAT, body, exchange.head)
     try:
+        body = encoded(generation.request.fields)
+        check = partial(exchange.door.rewrite, CHAT, body, exchange.head)
         if len(body) > AT_ONCE:
             await exchange.door.rewriting.aside(check)
         else:
             check()
         await checked(exchange, generation.request.fields, CHAT)
+    except RecursionError:
+        raise Refused(400, TOO_DEEP) from None
     except Refused as refused:
         raise generation.request.origins.of_client(refused) from None
 
@@ -199,6 +202,8 @@ async def delete(exchange: Exchange) -> None:
 async def cancel(exchange: Exchange) -> None:
     """``POST /v1/responses/{id}/cancel``; a response that has ended is the answer as it is."""
     _query(exchange)
+    for name in exchange.fields() if exchange.body else ():
+        raise FieldRefused(printable(name), "is not a field of this path", code="unknown_parameter")
     owner, response_id = exchange.owner, exchange.names["id"]
     service = responses_of(exchange.door)
     if not service.response(owner, response_id)["background"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,23 +19,15 @@ RENAMED: Mapping[str, str] = {
 """Fields of chat → the fields of Responses that they are made of, wherever the names differ."""
 
 
-_PROCESSOR = re.compile(r"logits_processors\.processors\[(\d+)\]\.args\.(\w+)(.*)", re.DOTALL)
-_MADE_OF = {"tools": "tools", "schema": "text.format.schema", "answer": "text.format"}
-"""Arguments of the processors that stand for fields → those fields."""
-
-
 class Origins:
     """Map from parts of a chat request to the client's own paths.
 
     Args:
         found: Path in the chat request → path in the client's request.
-        chosen: The client's own ``logits_processors``: the workers number those that stand for
-            other fields after them.
+        chosen: The client's own ``logits_processors``.
     """
 
     def __init__(self, found: Mapping[str, str], chosen: Any = None) -> None:
-        listed = chosen.get("processors") if isinstance(chosen, dict) else chosen
-        self._num_listed = len(listed) if isinstance(listed, list) else 0
         self._found = {**RENAMED, **found}
         if isinstance(chosen, list):
             self._found["logits_processors.processors"] = "logits_processors"
@@ -45,9 +36,6 @@ class Origins:
         """The client's own path of ``path``, a field of the chat request: its longest beginning
         that has one decides, and the rest is kept.
         """
-        made = _PROCESSOR.fullmatch(path)
-        if made and int(made[1]) >= self._num_listed and made[2] in _MADE_OF:
-            return _MADE_OF[made[2]] + made[3]
         end = len(path)
         while end > 0:
             if path[:end] in self._found:

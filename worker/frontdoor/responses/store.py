@@ -172,10 +172,12 @@ class ResponseStore:
     def item(self, owner: str, item_id: str) -> StoredItem | None:
         """The item of this owner's responses with an id, the most recent one if clients gave it
         to several; None if there is none.
+
+        It may run in a thread, while the event loop stores and drops others.
         """
         owned = self._owners.get(owner)
         found = None if owned is None else owned.items.get(item_id)
-        return None if found is None else next(reversed(found))
+        return next(reversed(tuple(found or ())), None)
 
     def put(
         self,

@@ -90,6 +90,8 @@ async def _together(exchange: Exchange, batch: SglangBatch, model: str) -> Async
         await running
     finally:
         running.cancel()
+        while not queue.empty():  # else its last event waits for room
+            queue.get_nowait()
 
 
 async def _answers(
