@@ -282,7 +282,7 @@ process_threads 7
 WORKER_METRICS = b"""# HELP dlw_requests_total Requests.
 # TYPE dlw_requests_total counter
 dlw_requests_total{outcome="stop"} 2
-# HELP process_threads Threads.
+# HELP process_threads Threads, in the words of another version.
 # TYPE process_threads gauge
 process_threads 9
 """
