@@ -53,6 +53,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; its o
 import torch
 from checkpoint import write_checkpoint
 from disagg_routing import measure_routing
+from serve import end_on_sigterm
 
 from worker.engines import EngineRequest, KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
@@ -416,6 +417,7 @@ def main() -> None:
     parser.add_argument("--descriptor", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model-path", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    end_on_sigterm()
     if arguments.child == "transfer":
         lease_for_transfer(arguments.descriptor)
     elif arguments.child == "prefill":

@@ -30,7 +30,7 @@ from typing import cast
 import psutil
 import uvloop
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
-from serve import HERE, _free_port, processor
+from serve import HERE, _free_port, end_on_sigterm, processor
 
 KEPT, REPORT = HERE / "results" / "doors.json", HERE / "results" / "doors.md"
 STEP_S = 0.02
@@ -138,6 +138,9 @@ class Doors:
             subprocess.Popen([sys.executable, *command], env=environ, **quiet)  # type: ignore[call-overload]
             for _ in range(count)
         ]
+
+    def await_doors(self) -> None:
+        """Until all of them serve; raises `SystemExit` if one ends."""
         for process in self.processes:
             while "front door on" not in (said := process.stderr.readline()):
                 if not said:
@@ -172,6 +175,7 @@ class Doors:
 def running(count: int) -> Iterator[Doors]:
     doors = Doors(count)
     try:
+        doors.await_doors()
         yield doors
     finally:
         doors.end()
@@ -274,6 +278,7 @@ def main() -> None:
     if options.serve_frontend:
         uvloop.run(serve_frontend(options.serve_frontend))
         return
+    end_on_sigterm()
     print(TABLE, flush=True)
     for count in options.count:
         with running(count) as doors:

@@ -20,6 +20,7 @@ that is not the model's forward pass: planning, sampling, handing over.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import math
@@ -284,6 +285,7 @@ def table(points: Sequence[Point]) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     assert decode_ours is not None
     with tempfile.TemporaryDirectory() as directory:
         peaks = measure_peaks(Path(directory))
