@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import pytest_asyncio
@@ -636,6 +638,39 @@ async def test_a_forced_text_is_replayed_up_to_its_stop_string(
     shown = capsys.readouterr().out
     assert f"position {end}:" in shown
     assert f"position {end + 1}:" not in shown
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A pipe whose reader has read enough."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        yield pipe
+
+
+@pytest.mark.parametrize("command", ["replay", "inspect"])
+async def test_the_status_is_the_answers_where_nobody_reads(
+    command: str,
+    receipt: dict[str, Any],
+    files: Files,
+    unread: TextIO,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await files.replay(receipt, PROMPT) == 0
+    named = {
+        "replay": [str(files.receipt), "--model-path", str(files.model)],
+        "inspect": [str(files.model), "--receipt", str(files.receipt)],
+    }
+    argv = [command, *named[command], "--prompt-file", str(files.prompt), "--device", "cpu"]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert await asyncio.to_thread(main, argv) == 0
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert await asyncio.to_thread(main, argv) == 2
+    assert f"worker {command}: error: standard output: No space left on device" in capsys.readouterr().err
 
 
 async def test_deltas_of_vllm_are_replayed_up_to_the_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:

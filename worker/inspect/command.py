@@ -29,6 +29,7 @@ from worker.inspect.recording import InspectedRequest, Recording, inspected_requ
 from worker.inspect.terminal import as_svg, show
 from worker.models import named_model
 from worker.models.named import DEFAULT, DEFAULT_DTYPE, TINY
+from worker.replay.output import standard_output
 from worker.replay.position import NUM_CANDIDATES
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
@@ -55,6 +56,14 @@ class Shown:
     notes: list[str]
     recordings: list[Recording]
     status: int
+
+
+class _Console(Console):
+    """A console that leaves the exit status to its caller."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises `BrokenPipeError`; rich would end the process with 1."""
+        raise BrokenPipeError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -244,7 +253,8 @@ def _write(options: argparse.Namespace, shown: Shown) -> None:
         show(picture, shown.notes, shown.recordings)
         _write_file(options.svg, as_svg(picture))
     if options.html is None:
-        show(Console(highlight=False), shown.notes, shown.recordings)
+        with standard_output():
+            show(_Console(highlight=False), shown.notes, shown.recordings)
 
 
 def _write_file(path: Path, text: str) -> None:
