@@ -222,7 +222,7 @@ def metrics(sources: Sequence[Source]) -> Callable[[Sequence[Reply]], tuple[int,
 def _lines(text: str, worker: str | None) -> Iterator[tuple[str, str]]:
     """The lines of a document with the family that each belongs to."""
     family = ""
-    for line in text.splitlines():
+    for line in text.split("\n"):  # a label may have what else ends a line in Python
         described = _FAMILY.match(line)
         if described:
             family = described[1]
