@@ -51,7 +51,7 @@ class ProcessorMetrics:
         """Count a request that processors failed.
 
         Args:
-            processors: Their names, separated by ``", "``.
+            processors: Names, separated by ``", "``.
             reason: See `ProcessorFailed`.
         """
         for name in processors.split(", "):  # several may be to blame: a label each, not one per combination
