@@ -35,8 +35,8 @@ def counted(client: Client) -> dict[str, float]:
     }
 
 
-async def begun(client: Client, **fields: Any) -> Any:
-    """The stream of a long answer with one processor, behind its first chunk."""
+async def begun(client: Client, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    """The stream of a long answer with one processor, behind its first chunk, and that chunk."""
     wanted = {"version": 1, "processors": [processor("logit_bias", bias={"37": 1.0})], **fields}
     raw = {
         "token_ids": PROMPT,
@@ -44,21 +44,21 @@ async def begun(client: Client, **fields: Any) -> Any:
         "stop_conditions": {"max_tokens": 1900, "ignore_eos": True},
     }
     stream = client.worker.generate(raw, client)
-    await anext(stream)
-    return stream
+    return stream, await anext(stream)
 
 
 @pytest.mark.parametrize("end", ["deadline", "dropped", "aborted"])
 async def test_a_cut_off_request_is_counted_once(end: str, served: Client) -> None:
     before = counted(served)
-    stream = await begun(served, **({"deadline": time.time() + 0.4} if end == "deadline" else {}))
+    deadline = {"deadline": time.time() + 0.6} if end == "deadline" else {}
+    stream, first = await begun(served, **deadline)
     if end == "aborted":
         served.worker.server.end_request(f"request-{served.num_requests}")
     if end == "dropped":
         await stream.aclose()
-    chunks = [chunk async for chunk in stream]
+    chunks = [first, *[chunk async for chunk in stream]]
     reasons = {"deadline": ["length"], "dropped": [], "aborted": ["cancelled"]}
-    assert [chunk["finish_reason"] for chunk in chunks if "finish_reason" in chunk] == reasons[end]
+    assert [chunk["finish_reason"] for chunk in chunks if chunk.get("finish_reason")] == reasons[end]
     after = counted(served)
     assert after["queued"] == before["queued"] + 1
     assert after["requests"] == before["requests"] + 1
