@@ -32,7 +32,7 @@ import uvloop
 from machine import processor_name
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
 from runtimes import _program
-from serve import HERE, _free_port
+from serve import HERE, _free_port, end_on_sigterm
 from stores import processor_s
 
 from worker.errors import StartupError
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5, help="of each rate")
     parser.add_argument("--no-write", action="store_true", help="leave the results as they are")
     options = parser.parse_args()
+    end_on_sigterm()
     print(TABLE, flush=True)
     for count in options.count:
         with tempfile.TemporaryDirectory() as directory, running(Path(directory), count) as group:

@@ -174,7 +174,8 @@ def measure(case: Case, answers: dict[str, Answer], rounds: int, found: Measured
     order = list(answers.items())
     for number in range(rounds):
         first: dict[str, list[int]] = {}
-        for name, answer in order[-number:] + order[:-number] if number else order:
+        turn = number % len(order)
+        for name, answer in order[turn:] + order[:turn]:
             time.sleep(PAUSE_S)
             started = time.perf_counter()
             reply = answer(case.task(number))

@@ -53,6 +53,7 @@ import torch
 from checkpoint import write_checkpoint
 from disagg_routing import measure_routing
 from machine import processor_name
+from serve import end_on_sigterm
 
 from worker.engines import EngineRequest, KeepKv, ReadKv
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
@@ -416,6 +417,7 @@ def main() -> None:
     parser.add_argument("--descriptor", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model-path", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    end_on_sigterm()
     if arguments.child == "transfer":
         lease_for_transfer(arguments.descriptor)
     elif arguments.child == "prefill":

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from serve import end
 
 MODEL = "model"
 START_TIMEOUT_S = 120.0
@@ -122,9 +123,7 @@ def serving(directory: Path, model_path: Path) -> Iterator[tuple[int, int]]:
         time.sleep(PAUSE_S)
         yield ports
     finally:
-        for process in reversed(processes):  # the frontends last
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        end(reversed(processes))  # the frontends last
 
 
 def await_condition(condition: Callable[[], bool], processes: list[subprocess.Popen[bytes]]) -> None:

@@ -31,7 +31,7 @@ import psutil
 import uvloop
 from machine import processor_name
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
-from serve import HERE, _free_port
+from serve import HERE, _free_port, end_on_sigterm
 
 KEPT, REPORT = HERE / "results" / "doors.json", HERE / "results" / "doors.md"
 STEP_S = 0.02
@@ -139,6 +139,9 @@ class Doors:
             subprocess.Popen([sys.executable, *command], env=environ, **quiet)  # type: ignore[call-overload]
             for _ in range(count)
         ]
+
+    def await_doors(self) -> None:
+        """Until all of them serve; raises `SystemExit` if one ends."""
         for process in self.processes:
             while "front door on" not in (said := process.stderr.readline()):
                 if not said:
@@ -173,6 +176,7 @@ class Doors:
 def running(count: int) -> Iterator[Doors]:
     doors = Doors(count)
     try:
+        doors.await_doors()
         yield doors
     finally:
         doors.end()
@@ -275,6 +279,7 @@ def main() -> None:
     if options.serve_frontend:
         uvloop.run(serve_frontend(options.serve_frontend))
         return
+    end_on_sigterm()
     print(TABLE, flush=True)
     for count in options.count:
         with running(count) as doors:

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from pathlib import Path
 import uvloop
 from checkpoint import write_checkpoint
 from machine import processor_name
-from serve import _free_port, environment
+from serve import _free_port, end, end_on_sigterm, environment
 
 from worker.tiny_model import write_tiny_model
 
@@ -158,7 +157,7 @@ async def measure(port: int, load: Load, keys: Sequence[str], num_large: int, nu
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, RuntimeError):
+        if isinstance(result, Exception):
             raise result
     return Found(first_s, (small.num_tokens - before[0]) / elapsed_s, (large.num_tokens - before[1]) / elapsed_s)
 
@@ -223,9 +222,7 @@ def serving(directory: Path, arguments: Sequence[str]) -> Iterator[int]:
         _await_model(ports[0], processes)
         yield ports[1]
     finally:
-        for process in reversed(processes):  # the frontend last
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        end(reversed(processes))  # the frontend last
 
 
 def _await_model(port: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -249,6 +246,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="requests of the large client at a time")
     parser.add_argument("--no-write", action="store_true", help="leave results/fairness.md as it is")
     options, arguments = parser.parse_known_args()  # the rest is the worker's
+    end_on_sigterm()
     load = Load(options.requests, options.prompt, options.streams)
     print(TABLE_HEAD, flush=True)
     with tempfile.TemporaryDirectory() as directory, serving(Path(directory), arguments) as port:

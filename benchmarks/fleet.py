@@ -38,7 +38,7 @@ from fleet_plan import FRONTEND, figures, needed, plan
 from machine import processor_name
 from open_loop import Ask, drive, quantiles
 from parts import MODEL, running
-from serve import HERE, stream_completion
+from serve import HERE, end_on_sigterm, stream_completion
 
 KEPT, REPORT = HERE / "results" / "fleet.json", HERE / "results" / "fleet.md"
 
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="leave results/fleet.* as they are")
     parser.add_argument("--rounds", type=_count, default=3, help="of each comparison")
     options = parser.parse_args()
+    end_on_sigterm()
     worker = Worker(step_s=options.step_s, slots=options.slots)
     if options.check:
         print(CHECKED)
@@ -181,6 +182,10 @@ def main() -> None:
         options.groups,
     )
     count = options.workers or needed(load, worker)
+    if math.ceil(options.kill * count) >= count:
+        parser.error(f"argument --kill: none of {count:,} workers would be left")
+    if options.disaggregate and count < 2:
+        parser.error("argument --disaggregate: expected at least 2 workers, got 1")
     numbers = ", ".join(f"{number:,} {part}" for part, number in plan(load, worker).items())
     print(f"{load.rate:,.0f} requests/s: {numbers}")
     for router in (OF_TWO, BY_PREFIX) if options.shared else (options.router,):

@@ -36,7 +36,7 @@ from typing import NoReturn, cast
 import uvloop
 from front_door_first import Wire, interval, measure_first, pin
 from machine import processor_name
-from serve import _free_port
+from serve import _free_port, end_on_sigterm
 
 HERE = Path(__file__).resolve().parent
 REPORT = HERE / "results" / "front_door.md"
@@ -274,7 +274,10 @@ def _pass_on(data: bytes, frontends: Sequence[socket.socket], clients: Sequence[
     for client in clients:
         num_left = len(data)
         while num_left:
-            num_left -= len(client.recv(num_left))
+            received = client.recv(num_left)
+            if not received:
+                raise SystemExit("front_door: a server has closed a connection in the middle of an answer")
+            num_left -= len(received)
 
 
 def row(num_streams: int, costs: dict[str, list[Cost]]) -> str:
@@ -354,6 +357,7 @@ def main() -> None:
     if options.serve_relay:
         uvloop.run(serve_relay(*options.serve_relay))
         return
+    end_on_sigterm()
     rows = _cpu_rows(options) if "cpu" in options.parts else []
     first_rows = []
     if "first" in options.parts:

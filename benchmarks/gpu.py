@@ -180,7 +180,8 @@ def sampler_ms(controls: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="*", help="numbers of rows that are measured; default: all")
+    known = sorted({case.rows for case in CASES})
+    parser.add_argument("--rows", type=int, nargs="+", choices=known, help="rows that are measured; default: all")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of a case, of which the fastest counts")
     options = parser.parse_args()
     cases = [case for case in CASES if options.rows is None or case.rows in options.rows]

@@ -57,6 +57,7 @@ from grammar_bombs import bomb  # noqa: E402
 from processor_requests import chat  # noqa: E402
 
 REPORT = HERE / "results" / "grammars.md"
+PARTS = ("start", "compile", "beside")
 TARGET_RATIO, TARGET_DELAY_S = 1.2, 1.0
 
 PERSON: dict[str, Any] = {
@@ -279,7 +280,7 @@ def rss(worker: Worker) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=["start", "compile", "beside"])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each sample of `beside`")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--bombs", type=int, default=4)
@@ -300,7 +301,7 @@ def main() -> None:
     head = f"# Grammars\n\nMade by `.venv/bin/python benchmarks/grammars.py`, which says what is measured; {where}."
     text = "\n\n".join([head, *("\n".join(part) for part in parts)]) + "\n"
     print(text)
-    if set(arguments.parts) == {"start", "compile", "beside"}:
+    if set(arguments.parts) == {*PARTS}:
         REPORT.write_text(text)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 from checkpoint import write_checkpoint
 from decode import Answer
 from machine import processor_name
+from serve import end_on_sigterm
 from workload import HERE, Task, peer
 
 REPORT = HERE / "results" / "neighbours.md"
@@ -142,6 +143,7 @@ def _parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = _parse()
+    end_on_sigterm()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory)

@@ -23,7 +23,6 @@ import contextlib
 import datetime
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ import uvloop
 from fleet_model import ANSWER
 from fleet_plan import DOOR, FRONTEND
 from machine import processor_name
-from serve import HERE, _free_port, await_models, environment, stream_completion
+from serve import HERE, _free_port, await_models, end, end_on_sigterm, environment, stream_completion
 
 from worker.tiny_model import write_tiny_model
 
@@ -153,9 +152,7 @@ class Stack:
 
     def end(self) -> None:
         """The frontend ends last."""
-        for process in reversed(self.processes.values()):
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        end(reversed(self.processes.values()))
 
 
 @contextlib.contextmanager
@@ -269,6 +266,7 @@ def main() -> None:
     parser.add_argument("--held", type=int, default=256, help="streams that are open while memory is looked at")
     parser.add_argument("--no-write", action="store_true", help="leave results/parts.* as they are")
     options = parser.parse_args()
+    end_on_sigterm()
     found: list[Cost] = []
     with tempfile.TemporaryDirectory() as directory, running(Path(directory), 0.001) as stack:
         print(HEAD, flush=True)

@@ -125,6 +125,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=THEIRS, default=list(THEIRS), metavar="PEER")
     parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
     arguments = parser.parse_args()
+    if arguments.windows < 2:  # of one there is no interval
+        parser.error(f"argument --windows: must be at least 2, got {arguments.windows}")
     pythons = {name: HERE.parent / f".venv-{PEERS[name].environment}/bin/python" for name in PEERS}
     torch.set_num_threads(arguments.threads)
     rows, windows = [], list[Window]()

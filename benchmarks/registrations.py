@@ -43,7 +43,7 @@ import uvloop
 from machine import processor_name
 from open_loop import Outcome, drive, due_times, outcome, shown
 from runtimes import _program
-from serve import HERE, _free_port, _served_models, await_models, environment, stream_completion
+from serve import HERE, _free_port, _served_models, await_models, end_on_sigterm, environment, stream_completion
 
 from worker.tiny_model import write_tiny_model
 
@@ -96,13 +96,24 @@ class Pool:
             "HF_HUB_OFFLINE": "1",
         }
         self._model = write_tiny_model(directory / "model")
+        self.servers: list[subprocess.Popen[bytes]] = []
+        self.registrants: list[subprocess.Popen[str]] = []
+        self._started: list[AnyProcess] = []
+        try:
+            self._start(directory, discovery)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, directory: Path, discovery: str) -> None:
         self.servers = self._start_servers(directory, discovery)
         command = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.port)]
         self.frontend = subprocess.Popen([sys.executable, *command], env=self._environ)
+        self._started.append(self.frontend)
         self._await_health()
         self.started_s = time.monotonic()
-        counts = [1] + [min(PER_PROCESS, workers - first) for first in range(1, workers, PER_PROCESS)]
-        self.registrants = [self._start_registrant(count, WATCHERS[discovery]) for count in counts]
+        counts = [1] + [min(PER_PROCESS, self.workers - first) for first in range(1, self.workers, PER_PROCESS)]
+        self.registrants += [self._start_registrant(count, WATCHERS[discovery]) for count in counts]
         for process in self.registrants:
             assert process.stdout is not None
             assert process.stdout.readline() == "registered\n"
@@ -127,6 +138,7 @@ class Pool:
             self._environ |= {**planes, "NATS_SERVER": f"nats://127.0.0.1:{port}"}
         nowhere = subprocess.DEVNULL
         servers = [subprocess.Popen(command, stdout=nowhere, stderr=nowhere) for command in commands]
+        self._started += servers
         time.sleep(1.5)
         return servers
 
@@ -142,7 +154,7 @@ class Pool:
     def _start_registrant(self, count: int, watchers: int) -> subprocess.Popen[str]:
         counts = [str(count), str(watchers)]
         command = [sys.executable, str(HERE / "registrants.py"), *counts, str(self._model), MODEL, str(STEP_S)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=self._environ,
             stdin=subprocess.PIPE,
@@ -150,6 +162,8 @@ class Pool:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._started.append(process)
+        return process
 
     def all_see(self, count: int) -> float:
         """The time at which the last watcher of the living instances saw so many."""
@@ -189,8 +203,7 @@ class Pool:
 
     def end(self) -> None:
         """End all processes, the servers last."""
-        processes: list[AnyProcess] = [*self.registrants, self.frontend]
-        for process in (*processes, *self.servers):
+        for process in reversed(self._started):
             process.send_signal(signal.SIGKILL)
             process.wait()
 
@@ -313,6 +326,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8, help="of each load, and without one")
     parser.add_argument("--no-write", action="store_true", help="leave the results as they are")
     options = parser.parse_args()
+    end_on_sigterm()
     print(HEAD, flush=True)
     for discovery in options.discovery:
         for workers in options.workers:

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from pathlib import Path
 
 import uvloop
 from machine import processor_name
-from serve import Medians, Sample, _free_port, drive
+from serve import Medians, Sample, _free_port, drive, end, end_on_sigterm
 
 from worker.runtimes.nats.client import WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions
@@ -151,7 +150,7 @@ def serving(directory: Path) -> Iterator[tuple[int, int, str]]:
         ([*worker, "ours"], planes),
         ([*worker, "nats"], {"WORKER_NATS_URL": nats_url}),
     ]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, (command, environment) in enumerate(commands):
             log = (directory / f"{number}.log").open("wb")
@@ -164,9 +163,7 @@ def serving(directory: Path) -> Iterator[tuple[int, int, str]]:
             _await_model(port, processes)
         yield tcp_port, nats_port, nats_url
     finally:
-        for process in reversed(processes):
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        end(reversed(processes))
 
 
 def _program(name: str) -> str:
@@ -214,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-write", action="store_true", help="leave results/runtimes.md as it is")
     options = parser.parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as directory, serving(Path(directory)) as ports:
         print(HEAD, flush=True)
         rows = uvloop.run(compare(ports, options))

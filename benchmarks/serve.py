@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,9 +256,23 @@ def serving(directory: Path) -> Iterator[Ports]:
         await_models(ports.door, {OURS, CONSTANT}, processes)
         yield ports
     finally:
-        for process in reversed(processes):  # the frontend last
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        end(reversed(processes))  # the frontend last
+
+
+def end(processes: Iterable[subprocess.Popen[bytes]], patience_s: float = 60.0) -> None:
+    """End processes one after the other; one that takes longer than `patience_s` is killed."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end a benchmark as Ctrl-C does, and with it the processes that it has started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _free_port() -> int:
@@ -291,6 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-write", action="store_true", help="leave results/serve.md as it is")
     options = parser.parse_args()
+    end_on_sigterm()
     rows = []
     with tempfile.TemporaryDirectory() as directory, serving(Path(directory)) as ports:
         print(HEAD, flush=True)

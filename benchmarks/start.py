@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from machine import processor_name
+from serve import end_on_sigterm
 
 from worker.models import model_cache, prepare_default_model
 from worker.models.default_model import fetch_default_gguf
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="starts of each (default: 5)")
     parser.add_argument("--no-write", action="store_true", help="leave results/start.md as it is")
     arguments = parser.parse_args()
+    end_on_sigterm()
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         quantised = prepare_default_model(model_cache(), say, keeps_blocks=True)

@@ -39,7 +39,7 @@ from statistics import median
 import psutil
 from machine import processor_name
 from open_loop import Ask, Outcome, Timing, drive, due_times, outcome, quantiles
-from serve import _free_port, await_models
+from serve import _free_port, await_models, end_on_sigterm
 from workload import HERE
 
 REPORT = HERE / "results" / "steady.md"
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second, on the mean")
     parser.add_argument("--no-results", action="store_true", help="print, and leave the results as they are")
     arguments = parser.parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as directory, launched(Path(directory)) as (port, worker):
         _, warm = load(port, arguments.rate, min(60, 30 * arguments.minutes))  # what is first is not steady
         before = worker.memory_info().rss

@@ -31,7 +31,7 @@ import uvloop
 from machine import processor_name
 from open_loop import Outcome, climb, drive, due_times, keep, limit, outcome, shown
 from runtimes import _program
-from serve import HERE, _free_port
+from serve import HERE, _free_port, end_on_sigterm
 
 from worker.errors import BoundaryStoreUnavailable
 from worker.migration.boundary import Boundary
@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5, help="of each rate")
     parser.add_argument("--no-write", action="store_true", help="leave the results as they are")
     options = parser.parse_args()
+    end_on_sigterm()
     print(TABLE, flush=True)
     for kind in options.kinds:
         row = measure(kind, options.seconds)

@@ -71,9 +71,12 @@ def main() -> None:
                 found["ours"].append(ours(rows, kind))
                 if arguments.llama:
                     found["llama.cpp"].append(llamas(arguments.llama, source, kind, arguments.threads))
-            told = {name: round(min(each)[0] * _PER, 3) for name, each in found.items() if each}
-            digests = {digest for each in found.values() for _, digest in each}
-            print(json.dumps({"type": kind.name, **told, "same_bits": len(digests) == 1}))
+            told: dict[str, float | bool] = {
+                name: round(min(each)[0] * _PER, 3) for name, each in found.items() if each
+            }
+            if arguments.llama:
+                told["same_bits"] = len({digest for each in found.values() for _, digest in each}) == 1
+            print(json.dumps({"type": kind.name, **told}))
     print(json.dumps({"threads": arguments.threads, "load_average": os.getloadavg()[0]}))
 
 

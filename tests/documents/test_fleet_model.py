@@ -129,3 +129,20 @@ def test_a_fleet_that_cannot_be(
         fleet.main()
     assert f"argument {option}: " in (said := capsys.readouterr().err)
     assert problem in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--workers", "1", "--kill", "0.01"], "argument --kill: none of 1 workers would be left"),
+        (["--workers", "3", "--kill", "0.7"], "argument --kill: none of 3 workers would be left"),
+        (["--workers", "1", "--disaggregate"], "argument --disaggregate: expected at least 2 workers, got 1"),
+    ],
+)
+def test_a_fleet_in_which_nobody_answers(
+    argv: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fleet.py", "--seconds", "1", "--requests-per-minute", "60", *argv])
+    with pytest.raises(SystemExit):
+        fleet.main()
+    assert problem in capsys.readouterr().err

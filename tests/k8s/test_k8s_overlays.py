@@ -169,7 +169,9 @@ def documented() -> dict[str, tuple[str, set[str]]]:
     return {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
 
 
-SCRAPED = {"pod", "namespace", "instance"}
+OF_GRAPH = re.sub(r"[^a-z]", "_", GRAPH)
+"""Label of the graph, as Prometheus has it."""
+SCRAPED = {"pod", "namespace", "instance", OF_GRAPH}
 """Labels that Prometheus adds."""
 
 
@@ -212,6 +214,26 @@ def test_every_metric_of_a_query_is_scraped(expression: str) -> None:
     grouped = {label for found in re.findall(r" by \(([^)]*)\)", expression) for label in found.split(", ")}
     assert grouped <= SCRAPED | {"le"}.union(*(known.get(name, ("", set()))[1] for name, _ in used))
     assert ("_bucket" in expression) == ("histogram_quantile" in expression)
+
+
+def test_a_scaler_counts_no_other_graphs_requests() -> None:
+    """The name of one graph may begin with that of another."""
+    (monitor,) = [one for one in of_kind("cpu", "PodMonitor") if one["metadata"]["name"] == "dlw-agg"]
+    assert monitor["spec"]["podTargetLabels"] == [GRAPH]
+    (scaler,) = of_kind("cpu", "ScaledObject")
+    query = scaler["spec"]["triggers"][0]["metadata"]["query"]
+    matchers = re.findall(r'(\w+)(=~|=)"([^"]*)"', query)
+    counted = {
+        graph
+        for graph in ("dlw-agg", "dlw-agg-router", "dlw-agg-vllm", "dlw-disagg")
+        if all(
+            re.fullmatch(
+                text if sign == "=~" else re.escape(text), {OF_GRAPH: graph, "pod": f"{graph}-worker-1"}[label]
+            )
+            for label, sign, text in matchers
+        )
+    }
+    assert counted == {"dlw-agg"}
 
 
 def test_every_alert_says_what_to_do() -> None:

@@ -282,7 +282,7 @@ process_threads 7
 WORKER_METRICS = b"""# HELP dlw_requests_total Requests.
 # TYPE dlw_requests_total counter
 dlw_requests_total{outcome="stop"} 2
-# HELP process_threads Threads.
+# HELP process_threads Threads, in the words of another version.
 # TYPE process_threads gauge
 process_threads 9
 """
@@ -306,6 +306,18 @@ async def test_metrics_have_the_workers_series() -> None:
         body = (await at.ask(get("/metrics"))).decode()
         assert FRONTEND_METRICS.decode() in body
         assert f"# {port} does not answer.\n" in body
+
+
+async def test_labels_of_metrics_stay_whole() -> None:
+    """Only a line feed ends a line in Prometheus' format, and there it is written as an escape."""
+    line = 'dlw_requests_total{model="a\\n\x0b\x0c\x1c\x85\u2028b"} 2\n'
+    worker = Frontend(answers("200 OK", line.encode()))
+    await worker.start()
+    port = Upstream("127.0.0.1", worker.port)
+    async with house(answers("200 OK", FRONTEND_METRICS), worker_metrics=(port,)) as at:
+        body = (await at.ask(get("/metrics"))).decode()
+        assert line.replace("{", f'{{worker="{port}",') in body
+    await worker.stop()
 
 
 async def test_metrics_say_where_the_workers_series_are() -> None:

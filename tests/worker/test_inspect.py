@@ -494,9 +494,16 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--sampling", "[1]"], "--sampling: expected a JSON object, got '[1]'"),
     (["--sampling", "[" * 100_000], "--sampling: is not JSON: "),
     (["--sampling", '{"heat": 2}'], "sampling_options.heat"),
+    (["--sampling", '{"seed": 7}'], "--sampling: seed: give it as --seed"),
     (["--prompt", "\udcff"], "--prompt: is not UTF-8"),  # as Python reads such a byte of a command line
     (["--compare", "99999999999999999999999"], "--compare: must be an integer from 0 to"),
 ]
+
+
+@pytest.mark.parametrize("option", ["--html", "--svg"])
+def test_a_full_disk_names_the_file(option: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(model, "--prompt", "x", "--max-tokens", "1", option, "/dev/full") == 2
+    assert "error: /dev/full: No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED)

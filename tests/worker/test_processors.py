@@ -192,9 +192,20 @@ async def test_a_third_partys_processor_that_keeps_failing_is_refused(facts: Con
         with pytest.raises(InvalidRequest) as refused:
             await build(chains, made)
         assert "secret" not in str(refused.value)
+    by = {"processor": "acme", "reason": "raised"}
+    assert chains.registry.get_sample_value("dlw_processor_errors_total", by) == chains.breaker.limit
     with pytest.raises(ProcessorUnavailable, match="acme has failed too often"):
         await build(chains, made)
     assert names(await build(chains, request(channel('{"name": "min_tokens", "args": {"n": 1}}')))) == ["min_tokens"]
+
+
+async def test_a_request_counts_once_for_a_processor_it_has_twice(facts: Context) -> None:
+    chains = make(facts)
+    biases = ", ".join(f'{{"name": "logit_bias", "args": {{"bias": {{"{token_id}": 1}}}}}}' for token_id in (5, 6))
+    chain = await build(chains, request(channel(biases)))
+    assert names(chain) == ["logit_bias", "logit_bias"]
+    chains.metrics.count(chain.receipt, None)
+    assert chains.registry.get_sample_value("dlw_processor_requests_total", {"processor": "logit_bias"}) == 1
 
 
 def test_metrics_of_a_request_that_ended(facts: Context) -> None:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import pytest_asyncio
 from served_worker import Answer, Client, serving
 
+from adapters.catalog import Selection
 from adapters.client import processor, selection
 from adapters.contract import MAX_LIST
 from worker.__main__ import main
+from worker.engines import EngineRequest, TokenDelta
 from worker.errors import ConfigurationError
 from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
 from worker.models.default_model import _GGUF_SHA256
+from worker.replay import on_vllm
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import RecordedAdapter, RecordedModel, RecordedReceipt, RecordedWeights
 from worker.replay.verdict import check_model_digest
 from worker.requests.receipts import ServerRecord, TokenDigest
+from worker.sampling import SamplingParams
 from worker.tiny_model import CONTEXT_LENGTH, write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -365,6 +371,27 @@ async def test_a_body_without_a_prompt_names_the_field(
     assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("tools", 5, "tools must be a list of tools, got 5"),
+        ("chat_template_kwargs", "x", "chat_template_kwargs must be an object, got 'x'"),
+        ("chat_template_args", [1], "chat_template_args must be an object, got a list of 1"),
+        ("thinking", "enabled", "thinking must be true, false or an object, got 'enabled'"),
+        ("thinking", [1], "thinking must be true, false or an object, got a list of 1"),
+    ],
+)
+async def test_a_body_names_the_field_of_the_template(
+    field: str, value: Any, said: str, receipt: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (tmp_path / "body.json").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}], field: value}))
+    with pytest.raises(ConfigurationError, match=f"--prompt-file: {said}"):
+        read_prompt(tmp_path / "body.json", RecordedReceipt.model_validate(receipt), tokenizer)
+
+
 @pytest.fixture(scope="module")
 def recorded() -> list[Any]:
     return []
@@ -397,12 +424,18 @@ async def test_bad_receipts_name_the_field(
         ({**receipt, "seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({**receipt, "extra": 1}, "extra: Extra inputs are not permitted"),
         ({**receipt, "version": 2}, "version: Input should be 1"),
+        ({**receipt, "images": 1}, "images: the prompt has pictures, which no receipt has"),
         (without_request, "request: is not in this chunk's receipt"),
         ({**receipt, "request": "{"}, "request: is not JSON"),
         (request_of(receipt, choice=-1), "request: choice: Input should be greater than or equal to 0"),
+        (request_of(receipt, choice=2**64), "request: choice: Input should be less than 18446744073709551616"),
         (request_of(receipt, smoke_test=True), "request: smoke_test: Input should be False"),
         (request_of(receipt, sampling={**sampling, "top_p": 2}), "request.sampling: top_p must be"),
         (request_of(receipt, sampling={**sampling, "heat": 2}), "request.sampling: "),
+        (request_of(receipt, sampling={**sampling, "stop_token_ids": 5}), "request.sampling: stop_token_ids: "),
+        (request_of(receipt, sampling={**sampling, "stop_token_ids": [[5]]}), "request.sampling: stop_token_ids.0: "),
+        (request_of(receipt, sampling={**sampling, "end_id": []}), "request.sampling: end_id: "),
+        (request_of(receipt, sampling={**sampling, "ignore_eos": "no"}), "request.sampling: ignore_eos: "),
         (request_of(receipt, processors=other), 'request.processors[0].name: unknown logits processor "nobody"'),
         (request_of(receipt, processors=outside), "request.processors[0].args.n: "),
         ({**receipt, "engine": engine}, "engine.options.dtype must be one of"),
@@ -516,6 +549,10 @@ async def test_the_tokens_of_an_answer_come_from_its_response(
             "expected a JSON list of token ids, or a response with logprobs",
         ),
         ([1.5], "expected a JSON list of token ids"),
+        (
+            {"choices": [{"logprobs": {"content": [{"token": f"token_id:{10**22}"}]}}]},
+            "expected a JSON list of token ids",
+        ),
     ):
         path = files.receipt.with_name("other.json")
         path.write_text(json.dumps(data))
@@ -582,6 +619,74 @@ async def test_a_receipt_ends_with_the_token_of_a_stop_string(plain: Client) -> 
     assert answer.finish_reason == "stop"
     assert (record["tokens_forced"], record["last_position"]) == (number, len(PROMPT) + number - 1)
     assert [one["token_id"] for one in answer.receipt["tokens"]] == answer.token_ids
+
+
+@pytest.mark.parametrize("stop", ["e", "fox", "And the la"])
+async def test_a_forced_text_is_replayed_up_to_its_stop_string(
+    stop: str, plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here, too, a step gives more than the answer has."""
+    forced = processor("forced_sequence", text="Yes, the fox. And the lazy dog")
+    answer = await plain.ask(PROMPT, forced, stop_conditions={"max_tokens": 40, "stop": [stop]})
+    assert answer.finish_reason == "stop"
+    assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr().out
+    end = len(PROMPT) + answer.receipt["generated_tokens"] - 1
+    assert await files.replay(answer.receipt, PROMPT, "--position", str(end)) == 0
+    assert f"took {answer.token_ids[-1]} " in capsys.readouterr().out
+    argv = ["inspect", str(files.model), "--receipt", str(files.receipt), "--prompt-file", str(files.prompt)]
+    assert await asyncio.to_thread(main, [*argv, "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert f"position {end}:" in shown
+    assert f"position {end + 1}:" not in shown
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A pipe whose reader has read enough."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        yield pipe
+
+
+@pytest.mark.parametrize("command", ["replay", "inspect"])
+async def test_the_status_is_the_answers_where_nobody_reads(
+    command: str,
+    receipt: dict[str, Any],
+    files: Files,
+    unread: TextIO,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await files.replay(receipt, PROMPT) == 0
+    named = {
+        "replay": [str(files.receipt), "--model-path", str(files.model)],
+        "inspect": [str(files.model), "--receipt", str(files.receipt)],
+    }
+    argv = [command, *named[command], "--prompt-file", str(files.prompt), "--device", "cpu"]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert await asyncio.to_thread(main, argv) == 0
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert await asyncio.to_thread(main, argv) == 2
+    assert f"worker {command}: error: standard output: No space left on device" in capsys.readouterr().err
+
+
+async def test_deltas_of_vllm_are_replayed_up_to_the_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+            yield TokenDelta([5, 6])
+            yield TokenDelta([7, 8, 9])
+
+    async def prepared(*_: Any) -> EngineRequest:
+        return EngineRequest("replay", PROMPT, SamplingParams(seed=1), seed=1)
+
+    monkeypatch.setattr(on_vllm, "prepared", prepared)
+    engine: Any = on_vllm.StartedEngine(Engine(), *[None] * 3)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        replayed = await engine.replay(PROMPT, SamplingParams(seed=1), Selection(), 0, number)
+        assert replayed.token_ids == [5, 6, 7, 8, 9][:number]
 
 
 async def test_an_adapter_of_updated_weights_is_compared() -> None:

@@ -185,6 +185,8 @@ def health(replies: Sequence[Reply]) -> tuple[int, Document]:
 
 _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?")
 _FAMILY = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_DESCRIPTION = re.compile(r"# (?:HELP|TYPE) ")
+"""Beginning of a line of which a family has one: that of the first server, whatever others say."""
 _ELSEWHERE = (
     "# Series of the workers (dlw_*) are at /metrics of each worker's DYN_SYSTEM_PORT; with their addresses as "
     "--worker-metrics they are here too (docs/metrics.md).\n"
@@ -207,7 +209,8 @@ def metrics(sources: Sequence[Source]) -> Callable[[Sequence[Reply]], tuple[int,
                 continue
             for family, line in _lines(reply.body.decode(errors="replace"), source.name if number else None):
                 known = families.setdefault(family, [])
-                if not line.startswith("#") or line not in known:
+                described = _DESCRIPTION.match(line)
+                if described is None or not any(each.startswith(described[0]) for each in known):
                     known.append(line)
         text = "".join("".join(lines) for lines in families.values()) + "".join(comments)
         only_comments = not families
@@ -219,7 +222,7 @@ def metrics(sources: Sequence[Source]) -> Callable[[Sequence[Reply]], tuple[int,
 def _lines(text: str, worker: str | None) -> Iterator[tuple[str, str]]:
     """The lines of a document with the family that each belongs to."""
     family = ""
-    for line in text.splitlines():
+    for line in text.split("\n"):  # a label may have what else ends a line in Python
         described = _FAMILY.match(line)
         if described:
             family = described[1]

@@ -29,6 +29,7 @@ from worker.inspect.recording import InspectedRequest, Recording, inspected_requ
 from worker.inspect.terminal import as_svg, show
 from worker.models import named_model
 from worker.models.named import DEFAULT, DEFAULT_DTYPE, TINY
+from worker.replay.output import standard_output
 from worker.replay.position import NUM_CANDIDATES
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
@@ -55,6 +56,14 @@ class Shown:
     notes: list[str]
     recordings: list[Recording]
     status: int
+
+
+class _Console(Console):
+    """A console that leaves the exit status to its caller."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises `BrokenPipeError`; rich would end the process with 1."""
+        raise BrokenPipeError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -164,6 +173,8 @@ async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Re
 def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[InspectedRequest]:
     """The answer to a prompt, and the one that it is compared with."""
     prompt, sampling = _prompt(options, model.tokenizer), _object(options.sampling, "--sampling")
+    if "seed" in sampling:
+        raise ConfigurationError("--sampling: seed: give it as --seed")
     processors = _selection_text(options.processors or "[]")
     first = inspected_request(model, prompt, sampling, processors, options.seed, options.max_tokens)
     if options.compare is None:
@@ -235,14 +246,19 @@ def _object(text: str, option: str) -> dict[str, Any]:
 
 
 def _write(options: argparse.Namespace, shown: Shown) -> None:
-    try:
-        if options.html is not None:
-            options.html.write_text(page(shown.notes, shown.recordings), encoding="utf-8")
-        if options.svg is not None:
-            picture = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-            show(picture, shown.notes, shown.recordings)
-            options.svg.write_text(as_svg(picture), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{error.filename}: {error.strerror}") from None
+    if options.html is not None:
+        _write_file(options.html, page(shown.notes, shown.recordings))
+    if options.svg is not None:
+        picture = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+        show(picture, shown.notes, shown.recordings)
+        _write_file(options.svg, as_svg(picture))
     if options.html is None:
-        show(Console(highlight=False), shown.notes, shown.recordings)
+        with standard_output():
+            show(_Console(highlight=False), shown.notes, shown.recordings)
+
+
+def _write_file(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # that of a full disk does not name the file
+        raise ConfigurationError(f"{path}: {error.strerror}") from None

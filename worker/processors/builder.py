@@ -258,10 +258,10 @@ class ServedChainBuilder:
             del grammars  # until here they were in use, so the chain's processors found them in the cache
         except SelectionError as error:
             if isinstance(error, BuildFailed):
-                self.breaker.record(error.processor)
+                self._count_failure(error.processor, "raised")
             raise _invalid(error) from None
         except ProcessorFailed as error:
-            self.breaker.record(error.processor)
+            self._count_failure(error.processor, error.reason)
             raise InvalidRequest(CHANNEL, str(error)) from None
         assert prepared.chain is not None
         return prepared if prepared.chain.members or _needs_chain(selection) else request
@@ -275,6 +275,11 @@ class ServedChainBuilder:
             self.breaker.record(delta.failure.processor)
         elif delta.finish_reason in ("stop", "length"):
             self.breaker.record_success(record.name for record in delta.receipt.records)
+
+    def _count_failure(self, processor: str, reason: str) -> None:
+        """Count a processor that failed a request before it began."""
+        self.metrics.count_failure(processor, reason)
+        self.breaker.record(processor)
 
     async def _compiled(self, selection: Selection, context: Context, client: str | None) -> list[Compiled]:
         """The grammars of a selection, compiled."""

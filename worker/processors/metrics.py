@@ -37,14 +37,24 @@ class ProcessorMetrics:
     def count(self, receipt: Receipt, failure: ProcessorFailed | None) -> None:
         """Add the receipt of a request that has ended, and the failure that ended it, if any."""
         self._replayed.inc(receipt.replayed)
+        for name in {record.name for record in receipt.records}:  # a request may have one more than once
+            self._requests.labels(name).inc()
         for record in receipt.records:
-            self._requests.labels(record.name).inc()
             self._steps.labels(record.name).inc(record.steps_active)
             self._seconds.labels(record.name).inc(record.seconds)
             self._forced.labels(record.name).inc(record.tokens_forced)
             self._masked.labels(record.name).inc(record.tokens_masked)
         if failure is not None:
-            for name in failure.processor.split(", "):  # several may be to blame: a label each, not one per combination
-                self._errors.labels(name, failure.reason).inc()
-                if failure.reason == "unsatisfiable":
-                    self._unsatisfiable.labels(name).inc()
+            self.count_failure(failure.processor, failure.reason)
+
+    def count_failure(self, processors: str, reason: str) -> None:
+        """Count a request that processors failed.
+
+        Args:
+            processors: Names, separated by ``", "``.
+            reason: See `ProcessorFailed`.
+        """
+        for name in processors.split(", "):  # several may be to blame: a label each, not one per combination
+            self._errors.labels(name, reason).inc()
+            if reason == "unsatisfiable":
+                self._unsatisfiable.labels(name).inc()

@@ -24,6 +24,7 @@ from worker.models import named_model
 from worker.processors.builder import ServedChainBuilder
 from worker.replay.decisions import decisions, hold, lines, read_answer
 from worker.replay.on_vllm import started
+from worker.replay.output import standard_output
 from worker.replay.position import PositionTap, table
 from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, RecordedReceipt, as_recorded, read_receipt, selection_of
@@ -99,7 +100,8 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
             ends = recorded.params.end_token_ids.union(model.info.eos_token_ids)
             answer = read_answer(options.answer_file, receipt, ends)
             found = await decisions(model, *asked, answer)
-            print(*notes(model.server, receipt), *lines(found, receipt, model.tokenizer), sep="\n")
+            with standard_output():
+                print(*notes(model.server, receipt), *lines(found, receipt, model.tokenizer), sep="\n")
             return EXIT_EQUAL if hold(found, receipt) else EXIT_DIFFERENT
         request, tap = await model.request("replay", *asked), None
         if options.position is not None:
@@ -126,7 +128,8 @@ def _asked(
 
 def _tell(replayed: Replayed, server: ServerRecord, receipt: RecordedReceipt, effects: Sequence[str] = ()) -> int:
     """Print the result; the exit status."""
-    print(*notes(server, receipt), verdict(replayed, receipt), *effects, sep="\n")
+    with standard_output():
+        print(*notes(server, receipt), verdict(replayed, receipt), *effects, sep="\n")
     return EXIT_EQUAL if is_equal(replayed, receipt) else EXIT_DIFFERENT
 
 

@@ -151,7 +151,7 @@ def _ids(data: Any) -> list[int] | None:
     if isinstance(data, dict):
         try:
             texts = [each["token"] for each in data["choices"][0]["logprobs"]["content"]]
-            return [int(text.removeprefix(TOKEN_ID)) for text in texts]
+            data = [int(text.removeprefix(TOKEN_ID)) for text in texts]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             return None
     is_list = isinstance(data, list) and all(type(each) is int and 0 <= each < 2**31 for each in data)

@@ -55,7 +55,9 @@ class StartedEngine:
         async with contextlib.aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 tokens += sampled_ids(delta)
-                if delta.error is not None or len(tokens) >= num_tokens:
+                if len(tokens) >= num_tokens:
+                    return Replayed(tokens[:num_tokens], None)
+                if delta.error is not None:
                     return Replayed(tokens, delta.error)
         return Replayed(tokens, None)
 

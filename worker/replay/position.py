@@ -142,6 +142,11 @@ class PositionTap:
             stage.taken_rank, stage.taken_probability = _rank(row, last.token_id)
         self._rows = []
 
+    def forget_from(self, position: int) -> None:
+        """Drop the positions from `position` on, which are not part of the answer."""
+        while self.positions and self.positions[-1].position >= position:
+            self.positions.pop()
+
     def _look(self, chain: ProcessorChain | None, row: torch.Tensor) -> Iterator[Stage]:
         self._rows = []
         yield self._stage(MODEL, row)

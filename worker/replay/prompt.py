@@ -69,6 +69,9 @@ def _rendered(body: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """The prompts that the chat template may have made of a body: of its messages as a frontend
     gives them to the template, and as they are.
     """
+    for name, (kinds, wanted) in _TEMPLATE_FIELDS.items():
+        if body.get(name) is not None and not isinstance(body[name], kinds):
+            raise ConfigurationError(f"--prompt-file: {name} must be {wanted}, got {shown(body[name])}")
     messages = fitted(with_objects(body["messages"]), takes_texts(tokenizer))
     texts, problem = list[str](), ""
     for given in (messages, body["messages"]):
@@ -99,6 +102,14 @@ def _problem_of_fields(content: str) -> str | None:
         return f"messages must be a list of messages, got {shown(body['messages'])}"
     return None
 
+
+_TEMPLATE_FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "tools": ((list,), "a list of tools"),
+    "chat_template_args": ((dict,), "an object"),
+    "chat_template_kwargs": ((dict,), "an object"),
+    "thinking": ((bool, dict), "true, false or an object"),
+}
+"""Types of a body's fields that the chat template is given, and what they must be."""
 
 _OF_THE_END = ("add_generation_prompt", "continue_final_message")
 """Fields of a body that say how the prompt of a chat ends."""

@@ -105,6 +105,7 @@ class RecordedReceipt(BaseModel):
     sampling: dict[str, RecordedControl] = {}
     preemptions: int | None
     prompt_digest: str
+    images: int = 0
     generated_tokens: int = Field(ge=1)
     answer_digest: str
     weights: list[RecordedWeights] = []
@@ -121,6 +122,16 @@ class RecordedProcessor(BaseModel):
     origin: Literal["client", "default", "mandatory"] = "client"
 
 
+class RecordedSampling(BaseModel):
+    """Sampling controls whose types neither `SamplingParams` nor their processors check."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    end_id: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+
+
 class RecordedRequest(BaseModel):
     """The text ``request`` of a receipt."""
 
@@ -128,7 +139,7 @@ class RecordedRequest(BaseModel):
     sampling: dict[str, Any]
     processors: list[RecordedProcessor]
     order: list[str] = []
-    choice: int = Field(ge=0)
+    choice: int = Field(ge=0, lt=2**64)
     smoke_test: Literal[False]
 
 
@@ -158,6 +169,8 @@ def read_receipt(path: Path) -> Recorded:
             '"receipt": true'
         )
     receipt = _validated(RecordedReceipt, data, str(path))
+    if receipt.images:
+        raise ConfigurationError(f"{path}: images: the prompt has pictures, which no receipt has")
     if receipt.request is None:
         raise ConfigurationError(f"{path}: request: is not in this chunk's receipt; it comes with the finish reason")
     try:
@@ -165,6 +178,7 @@ def read_receipt(path: Path) -> Recorded:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: request: is not JSON: {error}") from None
     request = _validated(RecordedRequest, text, f"{path}: request")
+    _validated(RecordedSampling, request.sampling, f"{path}: request.sampling")
     try:
         params = SamplingParams(**{**request.sampling, "seed": receipt.seed})
     except (TypeError, ValueError) as error:

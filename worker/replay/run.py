@@ -144,7 +144,10 @@ class Replayed:
 
 
 def replay(stepper: Stepper, request: Request, num_tokens: int, tap: PositionTap | None = None) -> Replayed:
-    """Decode at most ``num_tokens`` tokens, an end token too, of the engine's only request."""
+    """Decode at most ``num_tokens`` tokens, an end token too, of the engine's only request.
+
+    The last step may give more than that, of a forced text for one; the rest is dropped.
+    """
     request.tap = tap or request.tap
     stepper.add(request)
     tokens: list[int] = []
@@ -156,7 +159,8 @@ def replay(stepper: Stepper, request: Request, num_tokens: int, tap: PositionTap
         stepper.abort(request.id)
     if tap is not None:
         tap.take(tokens)
-    return Replayed(tokens, last.error)
+        tap.forget_from(request.prompt_length + num_tokens)
+    return Replayed(tokens[:num_tokens], last.error if len(tokens) < num_tokens else None)
 
 
 def _sampled(output: Output) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from adapters.catalog import Selection
+from adapters.chain import Receipt
 from adapters.vocabulary import byte_index
 from worker.disaggregation.serving import DisaggregatedServing
 from worker.engines import EngineRequest, FinishReason, KeepsReceipts, ReadKv, TokenDelta
@@ -70,6 +71,8 @@ class ServedRequest:
         self._slot: InFlightRequest | None = None
         self._selection = Selection()
         self._builder: ResponseBuilder | None = None
+        self._chains: ServedChainBuilder | None = None
+        self._receipt: Receipt | None = None  # of processors that are not counted yet
         self._sampled_from = TokenWeights()  # tokens that are withheld among them
         self._num_tokens = 0  # of prompt and answer, those that are withheld among them
         self._stop_text: StopText | None = None
@@ -137,7 +140,7 @@ class ServedRequest:
         self._num_tokens = len(request.token_ids)
         self._in_flight.grow(self._slot, len(request.token_ids))
         self._disaggregation.admit(self._slot, engine_request.kv)
-        self._selection, self._builder = selection, builder
+        self._selection, self._builder, self._chains = selection, builder, chains
         if vocabulary.tokenizer is not None:
             stops_here = not self._disaggregation.only_prefills
             self._stop_text, self._safe_chunks = text_filters(
@@ -177,8 +180,12 @@ class ServedRequest:
         self._num_tokens += len(delta.token_ids)
         if self.is_complete and delta.receipt is None and receipts is not None:
             await receipts.add_receipt(self.entry.request_id, delta, self._num_tokens - 1)
-        chains.count(delta)
-        self.entry.queue_times, self.entry.failure = delta.queue_times, delta.failure
+        self._receipt = delta.receipt or self._receipt
+        if delta.finish_reason is not None:
+            delta.receipt, self._receipt = self._receipt, None  # a deadline's last delta has none
+            chains.count(delta)
+        self.entry.queue_times = delta.queue_times or self.entry.queue_times
+        self.entry.failure = delta.failure
         self._disaggregation.release(self._slot)
         self._in_flight.grow(self._slot, len(delta.token_ids))
         safe = delta if self._safe_chunks is None else self._safe_chunks.take(delta)
@@ -270,6 +277,9 @@ class ServedRequest:
         builder, self._builder = self._builder, None
         if builder is not None:
             self._reports.left_engine(self.entry, builder)
+        receipt, self._receipt = self._receipt, None
+        if receipt is not None and self._chains is not None:  # it has no last delta
+            self._chains.metrics.count(receipt, None)
 
     def _settle_record(self) -> None:
         if self.record is None:
