@@ -18,7 +18,7 @@ from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, send, with_thi
 from scored_completions import PROMPTS, computed, scored
 from test_processors_e2e import BUILT_INS
 
-from adapters.client import logits_processors
+from adapters.client import logits_processors, processor
 from worker.engines.embedded import Engine
 from worker.processors.smoke import SMOKE_VARIABLES
 from worker.sampling import SamplingParams
@@ -217,6 +217,15 @@ def test_the_same_tokens_as_one_worker(both: tuple[Stack, Stack], name: str, sam
     assert apart.logprobs == alone.logprobs
     assert [mode_of(receipt) for receipt in apart.receipts] == ["disaggregated"] * len(apart.receipts)
     assert [without_mode(receipt) for receipt in apart.receipts] == [without_mode(one) for one in alone.receipts]
+
+
+def test_guidance_beside_a_last_phrase(both: tuple[Stack, Stack]) -> None:
+    """A prefill worker is asked for one token, and took that for the room of the phrase."""
+    chosen = processor("cfg", scale=2.0), processor("force_last_phrase", text=" The end.")
+    alone, apart = (chat(stack, *chosen, max_tokens=24) for stack in both)
+    assert (alone.status, apart.status) == (200, 200), apart.text
+    assert apart.content == alone.content
+    assert apart.content.endswith(" The end.")
 
 
 def mode_of(receipt: dict[str, Any] | None) -> str:
