@@ -18,7 +18,7 @@ from processor_requests import KEY, PATIENT, THIRD_PARTIES, chat, send, with_thi
 from scored_completions import PROMPTS, computed, scored
 from test_processors_e2e import BUILT_INS
 
-from adapters.client import logits_processors
+from adapters.client import logits_processors, processor
 from worker.engines.embedded import Engine
 from worker.processors.smoke import SMOKE_VARIABLES
 from worker.sampling import SamplingParams
@@ -36,7 +36,7 @@ def start_pair(
     decode = stack.start_worker(*engine, *arguments, "--disaggregation-mode", "decode", wait=False, **environ)  # type: ignore[arg-type]
     for worker in (prefill, decode):
         stack.wait_registered(worker)
-    wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=1)[0] == 200, "the pair")
+    wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=8)[0] == 200, "the pair")
     return prefill, decode
 
 
@@ -217,6 +217,31 @@ def test_the_same_tokens_as_one_worker(both: tuple[Stack, Stack], name: str, sam
     assert apart.logprobs == alone.logprobs
     assert [mode_of(receipt) for receipt in apart.receipts] == ["disaggregated"] * len(apart.receipts)
     assert [without_mode(receipt) for receipt in apart.receipts] == [without_mode(one) for one in alone.receipts]
+
+
+def test_guidance_beside_a_last_phrase(both: tuple[Stack, Stack]) -> None:
+    """A prefill worker is asked for one token, and took that for the room of the phrase."""
+    chosen = processor("cfg", scale=2.0), processor("force_last_phrase", text=" The end.")
+    alone, apart = (chat(stack, *chosen, max_tokens=24) for stack in both)
+    assert (alone.status, apart.status) == (200, 200), apart.text
+    assert apart.content == alone.content
+    assert apart.content.endswith(" The end.")
+
+
+def test_a_mandatory_min_tokens_may_be_asked_for(tmp_path: Path, tiny_model: Path) -> None:
+    """A prefill worker is asked for one token, and compared that with the operator's minimum."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"models:\n  {MODEL}:\n    mandatory: [{{name: min_tokens, args: {{n: 5}}}}]\n")
+    with running_stack(tmp_path, tiny_model) as stack:
+        stack.start_frontend()
+        start_pair(stack, "--processor-policy", str(policy))
+        named, unnamed = chat(stack, max_tokens=24, min_tokens=5), chat(stack, max_tokens=24)
+        assert (named.status, unnamed.status) == (200, 200), named.text
+        assert named.token_ids == unnamed.token_ids
+        for least in (1, 4):
+            refused = chat(stack, max_tokens=24, min_tokens=least)
+            assert refused.status == 400
+            assert "stop_conditions.min_tokens" in refused.text
 
 
 def mode_of(receipt: dict[str, Any] | None) -> str:

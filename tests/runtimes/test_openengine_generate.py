@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from openengine_workers import OpenEngineClient, engine_error_of, serving
+from openengine_workers import GeneratedAnswer, OpenEngineClient, engine_error_of, serving
 
 from worker.runtimes.openengine import wire
 
@@ -129,6 +129,36 @@ async def test_a_stop_text_ends_an_answer(client: OpenEngineClient, include: boo
         assert text.startswith(whole.text()[: at + len(stop)])
         assert stop not in "".join(tokens[: len(answer.ids()) - 1])
     assert answer.usage.HasField("cached_prompt_tokens")
+
+
+@pytest.mark.parametrize("detokenize", [False, True])
+@pytest.mark.parametrize("least", [0, 9])
+async def test_an_answer_goes_on_behind_any_token(client: OpenEngineClient, detokenize: bool, least: int) -> None:
+    """A stop text may have begun in what the client has, and the fewest tokens are those of all."""
+    told = (await client.call("Control.GetServerInfo", wire.GetServerInfoRequest())).extra
+    plain = await client.answer(response={"return_prompt_logprobs": True}, stopping={"max_tokens": 12})
+    prompt = [info.token_id for info in plain.prompts[0].tokens]
+    tokens = [info.token for info in plain.infos()]
+    stop = tokens[7][-1] + tokens[8] + tokens[9][:1]
+    assert plain.text().index(stop) > len("".join(tokens[:7]))
+    options = {"max_tokens": 12, "min_tokens": least, "conditions": [{"stop_text": stop}]}
+    extra = {"detokenize": detokenize, "annotations": ["return_token_ids"]}
+    asked: dict[str, Any] = {"stopping": options, "sampling": {"seed": 1}}
+    whole = await client.answer(token_ids={"ids": prompt}, extra=extra, **asked)
+    for count in range(1, len(whole.ids())):
+        known = {"numerics": told["numerics"], "kv_dtype": told["kv_dtype"]}
+        goes_on = {**extra, "continues": {"generated_tokens": count, **known}}
+        rest = await client.answer(token_ids={"ids": prompt + whole.ids()[:count]}, extra=goes_on, **asked)
+        assert rest.ids() == whole.ids()[count:]
+        assert "".join(tokens[:count]) + rest.text() == whole.text() or not detokenize
+        assert sampled(rest) == sampled(whole)[count:]
+        assert rest.finished == whole.finished
+        assert rest.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def sampled(answer: GeneratedAnswer) -> list[int]:
+    """The ids of an answer, the stop text's too, that are told beside its tokens."""
+    return [one for event in answer.events if event.engine_data for one in json.loads(event.engine_data)["token_ids"]]
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -295,6 +295,44 @@ async def test_records_of_requests_in_flight_are_written_again() -> None:
     await records.close()
 
 
+async def test_what_another_worker_has_taken_over_is_not_renewed() -> None:
+    """A worker was stopped, and its request moved: it goes on at its renewals, and hears later that
+    the request was cancelled.
+    """
+    store = Memory()
+    stopped, serving, last = worker(store), worker(store), worker(store)
+    first = await stopped.begin("a", request(1, 2))
+    first.write(7)
+    await first.wait_written()
+    second = await serving.begin("a", request(1, 2, 5, max_tokens=8))
+    second.write(7)
+    await second.wait_written()
+    before = dict(store.values)
+    await first.renew()
+    first.sampled_from("5f2a")
+    await first.wait_written()
+    assert store.values == before
+    first.expire()
+    await stopped.close()
+    await second.release()
+    again = await last.begin("a", request(1, 2, 5, 6, max_tokens=7))
+    assert again.request.generated_token_ids == [5, 6]
+
+
+async def test_a_record_that_the_store_has_lost_is_written_anew() -> None:
+    store = Memory()
+    records = worker(store)
+    record = await records.begin("a", request(1, 2))
+    record.write(7)
+    await record.wait_written()
+    before = dict(store.values)
+    for lost in ({}, dict.fromkeys(before, b"damaged")):
+        store.values = lost
+        await record.renew()
+        assert store.values == before
+    await records.close()
+
+
 async def test_close_removes_what_has_ended() -> None:
     store = Memory()
     records = worker(store)

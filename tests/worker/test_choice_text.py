@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,10 @@ def decoded(token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
 TOKENIZER: Any = SimpleNamespace(backend_tokenizer=SimpleNamespace(decode=decoded))
 
 
-def chunked(token_ids: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """The engine's chunks of an answer that its length ends, the last one with the usage of all."""
+def chunked(token_ids: Sequence[int], sizes: Sequence[int], num_begun: int = 0) -> list[dict[str, Any]]:
+    """The engine's chunks of an answer that its length ends, the last one with the usage of all;
+    ``num_begun`` tokens are another worker's.
+    """
     chunks, at = [], 0
     for size in [*sizes, len(token_ids)]:
         part = list(token_ids[at : at + size])
@@ -34,14 +37,18 @@ def chunked(token_ids: Sequence[int], sizes: Sequence[int]) -> list[dict[str, An
         chunks.append({"token_ids": part, "index": 0, "log_probs": [-float(each) for each in part]})
         if at == len(token_ids):
             break
-    count = len(token_ids)
+    count = num_begun + len(token_ids)
     usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count, "prompt_tokens_details": {}}
     chunks[-1] |= {"finish_reason": "length", "completion_usage": usage}
     return chunks
 
 
+def choice_of(message: dict[str, Any]) -> ChoiceText:
+    return ChoiceText(parse({"token_ids": PROMPT, **message}, TOKENIZER), TOKENIZER)
+
+
 def answer_of(chunks: Sequence[dict[str, Any]], message: dict[str, Any]) -> dict[str, Any]:
-    choice = ChoiceText(parse({"token_ids": PROMPT, **message}, TOKENIZER), TOKENIZER)
+    choice = choice_of(message)
     found: dict[str, Any] = {"text": "", "token_ids": [], "log_probs": []}
     for chunk in chunks:
         sent = choice.chunk(chunk) or {}
@@ -78,6 +85,61 @@ def test_chunks_of_any_size_are_the_same_answer(
     assert usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"]
     if "stop_string" not in found:
         assert (found["token_ids"], found["text"]) == (token_ids, decoded(token_ids))
+
+
+def told(chunks: Sequence[dict[str, Any]], *, is_first: bool) -> list[dict[str, Any]]:
+    """The same with data of each token, as trainers ask for them."""
+    for index, chunk in enumerate(chunks):
+        prompt = {"prompt_token_ids": PROMPT} if is_first and not index else {}
+        chunk["engine_data"] = {"rollout": json.dumps({**prompt, "token_ids": chunk["token_ids"]})}
+    return list(chunks)
+
+
+def sent_of(choice: ChoiceText, chunks: Sequence[dict[str, Any]], most: int = 99) -> list[dict[str, Any]]:
+    """The first chunks that are sent, up to the end of the answer."""
+    found: list[dict[str, Any]] = []
+    for chunk in chunks:
+        if len(found) == most or choice.has_stopped:
+            break
+        sent = choice.chunk(chunk)
+        found += [] if sent is None else [sent]
+    return found
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a client has of an answer."""
+    data = [json.loads(one["engine_data"]["rollout"]) for one in chunks if "engine_data" in one]
+    return {
+        **{key: chunks[-1].get(key) for key in ("finish_reason", "stop_string")},
+        **{key: [each for one in chunks for each in one.get(key, ())] for key in ("token_ids", "log_probs")},
+        "text": "".join(one.get("text", "") for one in chunks),
+        "num_tokens": chunks[-1]["completion_usage"]["completion_tokens"],
+        **{key: [each for one in data for each in one.get(key, ())] for key in ("prompt_token_ids",)},
+        "sampled": [each for one in data for each in one["token_ids"]],
+    }
+
+
+@given(TOKENS, SIZES, STOPS, st.booleans(), st.integers(0, 4), st.integers(0, 8))
+@example([0, 4, 5, 0], [1, 1], [], False, 0, 2)
+@example([0, 0, 0, 1, 0, 0, 0], [1] * 8, ["b"], False, 3, 2)
+def test_an_answer_that_was_cut_after_any_chunk_goes_on(
+    token_ids: list[int], sizes: list[int], stops: list[str], includes: bool, least: int, cut: int
+) -> None:
+    """Another worker has the tokens that were sent, and no token or text is sent twice."""
+    message = {
+        "stop_conditions": {"stop": stops, "min_tokens": least},
+        "sampling_options": {"include_stop_str_in_output": includes, "seed": 1},
+    }
+    whole = sent_of(choice_of(message), told(chunked(token_ids, sizes), is_first=True))
+    parts = sent_of(choice_of(message), told(chunked(token_ids, sizes), is_first=True), cut)
+    if not parts or "finish_reason" not in parts[-1]:
+        count = sum(len(one["token_ids"]) for one in parts)
+        begun = {"token_ids": PROMPT + token_ids[:count], "continues": {"generated_tokens": count}} if count else {}
+        rest = chunked(token_ids[count:], sizes, count)
+        parts += sent_of(choice_of({**message, **begun}), told(rest, is_first=not count))
+    assert joined(parts) == joined(whole)
+    for one in whole[:-1]:
+        assert json.loads(one["engine_data"]["rollout"])["token_ids"] == one["token_ids"]
 
 
 def test_the_worker_ends_an_answer_at_its_stop_strings() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import array
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,13 @@ def test_budgets_end_with_the_context() -> None:
     assert parse("stop_conditions.max_tokens", 1000).params.max_tokens == 97
     params = parse_request(with_field("stop_conditions.min_tokens", 50, with_field(*MAX_TEN)), LIMITS).params
     assert (params.min_tokens, params.max_tokens) == (10, 10)
+
+
+def test_a_prefill_worker_sees_min_tokens_as_it_was_asked_for() -> None:
+    """Whatever the operator's policy compares it with."""
+    asked = with_field("stop_conditions.min_tokens", 50, with_field("stop_conditions.max_tokens", 1))
+    params = parse_request(asked, replace(LIMITS, only_prefills=True)).params
+    assert (params.min_tokens, params.max_tokens) == (50, 1)
 
 
 MAX_TEN = ("stop_conditions.max_tokens", 10)

@@ -24,7 +24,7 @@ from worker.frontdoor.rollouts.generation import Generated, spans
 from worker.frontdoor.translated import is_translated
 from worker.requests.request import RequestLimits, parse_request
 from worker.requests.response import ResponseBuilder
-from worker.requests.rollout import TRAIN_KEYS, RolloutData, first_tokens
+from worker.requests.rollout import TRAIN_KEYS, HeldData, RolloutData
 
 LIMITS = RequestLimits(context_length=64, vocab_size=100, eos_token_ids=(2,))
 IDS = st.lists(st.integers(5, 99), min_size=1, max_size=12)
@@ -99,10 +99,19 @@ def test_a_migrated_request_does_not_say_its_prompt_again() -> None:
     assert json.loads(data.of(TokenDelta([10]))["rollout"]) == {"token_ids": [10]}
 
 
-def test_the_data_of_the_first_tokens() -> None:
-    text = json.dumps({"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5, 6], "raw": [-1.0, -2.0, -3.0]})
-    cut = {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5], "raw": [-1.0, -2.0]}
-    assert json.loads(first_tokens(text, 2)) == cut
+def test_the_data_of_tokens_that_are_held_back() -> None:
+    held = HeldData()
+    held.add(json.dumps({"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5], "raw": [-1.0, -2.0]}))
+    assert held.take(0) is None
+    held.add(json.dumps({"token_ids": [6], "raw": [-0.1 - 0.2]}))
+    first = {"prompt_token_ids": [1, 2, 3], "token_ids": [4], "raw": [-1.0]}
+    for count, expected in ((1, first), (None, {"token_ids": [5, 6], "raw": [-2.0, -0.1 - 0.2]})):
+        taken = held.take(count)
+        assert taken is not None
+        assert json.loads(taken) == expected
+    assert held.take(None) is None
+    held.add(json.dumps({"prompt_token_ids": [1], "token_ids": []}))  # of an answer that ends without a token
+    assert held.take(None) == '{"prompt_token_ids":[1],"token_ids":[]}'
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ class Bytes:
         return bytes([token_id, token_id]) if token_id != SPECIAL else b""
 
 
-def ended(token_ids: list[int], sizes: list[int], stops: list[str], **limits: int) -> list[int] | None:
+def ended(token_ids: list[int], sizes: list[int], stops: list[str], **limits: Any) -> list[int] | None:
     """The answer up to its stop string, given in deltas of ``sizes``; None if there is none."""
     stop_text, answer = StopText(Bytes(), stops, **limits), []
     for size in [*sizes, len(token_ids)]:
@@ -54,12 +56,24 @@ def test_an_answer_ends_with_the_first_completed_stop_string(
     assert ended(token_ids, sizes, stops) == (None if first is None else token_ids[:first])
 
 
+@given(TOKENS, STOPS, st.integers(0, 6), st.integers(0, 20))
+def test_an_answer_that_goes_on_ends_where_it_would_have(
+    token_ids: list[int], stops: list[str], least: int, cut: int
+) -> None:
+    """Whatever the worker before it has sent of a stop string."""
+    whole = ended(token_ids, [], stops, min_tokens=least)
+    begun = token_ids[:cut]
+    if whole is None or len(begun) < len(whole):
+        rest = ended(token_ids[cut:], [], stops, min_tokens=least, generated=begun)
+        assert (None if rest is None else begun + rest) == whole
+
+
 def test_min_tokens_come_first() -> None:
     """A stop string that begins before them does not count, as at the frontend."""
     token_ids = list(b"aabaab")
     assert ended(token_ids, [], ["ab"]) == list(b"aab")
     assert ended(token_ids, [], ["ab"], min_tokens=4) == token_ids
-    assert ended(token_ids, [], ["ab"], min_tokens=4, num_generated=3) == list(b"aab")
+    assert ended(token_ids, [], ["ab"], min_tokens=4, generated=[*b"bbb"]) == list(b"aab")
 
 
 def test_the_end_replaces_another() -> None:

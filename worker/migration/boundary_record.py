@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from worker.errors import BoundaryStoreUnavailable
@@ -69,7 +70,7 @@ class BoundaryRecord:
     def write(self, seed: int) -> None:
         """Begin to write the record of the request, whose random numbers are made of ``seed``."""
         self._written = replace(self._draft, seed=seed)
-        self._first_put = self._put(self._written)
+        self._first_put = self._put(self._store.write, self._written)
         self._live.add(self)
 
     def sampled_from(self, weights: str) -> None:
@@ -82,7 +83,7 @@ class BoundaryRecord:
         if written is not None and not self.has_ended and written.weights != weights:
             before = self._first_put
             self._written = replace(written, weights=weights)
-            self._first_put = self._put(self._written, before)
+            self._first_put = self._put(self._store.write_again, self._written, before)
 
     async def wait_written(self) -> None:
         """Wait until the record is in the store: before a token of its weights leaves this worker.
@@ -98,9 +99,13 @@ class BoundaryRecord:
             self._first_put = None
 
     async def renew(self) -> None:
-        """Write the record again before its time to live ends; a failure is not raised."""
+        """Write the record again before its time to live ends; a failure is not raised.
+
+        A worker that was stopped may come to it before it hears that the frontend has cancelled the
+        request, and given it to another one: that one's record stays.
+        """
         if self._written is not None and not self.has_ended:
-            self._renewal = self._put(self._written)
+            self._renewal = self._put(self._store.write_again, self._written)
             await asyncio.wait([self._renewal])
 
     def settle(self) -> None:
@@ -139,11 +144,16 @@ class BoundaryRecord:
         if self.has_ended:
             await self._remove()
 
-    def _put(self, record: Boundary, before: asyncio.Task[None] | None = None) -> asyncio.Task[None]:
+    def _put(
+        self,
+        write: Callable[[str, Boundary], Awaitable[None]],
+        record: Boundary,
+        before: asyncio.Task[None] | None = None,
+    ) -> asyncio.Task[None]:
         async def put() -> None:
             await _finished(before)
             if not self.has_ended:
-                await self._store.write(self._key, record)
+                await write(self._key, record)
 
         task = asyncio.create_task(put())
         task.add_done_callback(_retrieved)

@@ -66,6 +66,14 @@ class RecordStore:
         """Write a record. Raises `StoreError`."""
         await self._in_time(self._store.put(key, record.encode()))
 
+    async def write_again(self, key: str, record: Boundary) -> None:
+        """Write a record again, and anew where the store has lost it; not if another worker has
+        taken the request over. Raises `StoreError`.
+        """
+        found = await self._newest(key)
+        if found is None or found.owner == record.owner:
+            await self.write(key, record)
+
     async def update(self, key: str, owner: str, change: Callable[[Boundary], Boundary | None]) -> None:
         """Change the record that `owner` wrote, unless another worker has taken the request over.
 
@@ -77,12 +85,7 @@ class RecordStore:
         Raises:
             StoreError: the store does not answer.
         """
-        data = await self._in_time(self._store.get(key))
-        try:
-            found = None if data is None else Boundary.decode(data)
-        except ValueError as error:
-            logger.warning("a record of the boundary store is not one of this worker's: %s", error)
-            return
+        found = await self._newest(key)
         if found is None or found.owner != owner:
             return
         changed = change(found)
@@ -90,6 +93,15 @@ class RecordStore:
             await self._in_time(self._store.delete(key))
         else:
             await self.write(key, changed)
+
+    async def _newest(self, key: str) -> Boundary | None:
+        """The record under a key; None if there is none, or none that can be read."""
+        data = await self._in_time(self._store.get(key))
+        try:
+            return None if data is None else Boundary.decode(data)
+        except ValueError as error:
+            logger.warning("a record of the boundary store is not one of this worker's: %s", error)
+            return None
 
     async def _in_time(self, operation: Awaitable[T]) -> T:
         """The operation's result, within `TIMEOUT_S`. Raises `StoreError`."""

@@ -39,6 +39,7 @@ class RequestLimits:
         numerics: Numerics of its answers; see `EngineInfo.made_by`.
         kv_dtype: See `EngineInfo.kv_dtype`.
         takes_images: Whether it serves pictures.
+        only_prefills: Whether ``max_tokens`` is that of the prefill alone, not of the answer.
     """
 
     context_length: int
@@ -47,6 +48,7 @@ class RequestLimits:
     numerics: str = ""
     kv_dtype: str = ""
     takes_images: bool = False
+    only_prefills: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +60,11 @@ class GenerationRequest:
         generated_token_ids: The answer's tokens so far, if the request was migrated, by the field
             ``continues`` or by `worker.migration.boundary.continuation`.
         params: The sampling controls; None in it is what the client did not set. ``max_tokens``
-            never leads past the end of the context, ``min_tokens`` not past ``max_tokens``. The
-            model's end tokens end the answer unless ``ignore_eos``. If any stop token is shown, the
-            engine shows all of them and `worker.requests.response` drops the hidden ones again,
-            because `SamplingParams` has one switch for both kinds.
+            never leads past the end of the context, ``min_tokens`` not past ``max_tokens`` but
+            where that is of the prefill alone. The model's end tokens end the answer unless
+            ``ignore_eos``. If any stop token is shown, the engine shows all of them and
+            `worker.requests.response` drops the hidden ones again, because `SamplingParams` has one
+            switch for both kinds.
         shown_stop_token_ids: Stop tokens that are part of the answer that they end.
         stop_strings: The frontend matches them.
         model: Name that the client asked for; empty in a health probe.
@@ -204,7 +207,7 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
     controls = {name: values.pop(name) for name in table.controls & values.keys()}
     _check_scored(len(prompt), controls.get("prompt_logprobs"))
     controls["max_tokens"] = min(controls.get("max_tokens", room), room)
-    if "min_tokens" in controls:
+    if "min_tokens" in controls and not limits.only_prefills:
         controls["min_tokens"] = min(controls["min_tokens"], controls["max_tokens"])
     if len(generated) >= controls["max_tokens"]:
         raise InvalidRequest("continues.generated_tokens", f"must be below the {controls['max_tokens']} of the answer")

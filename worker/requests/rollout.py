@@ -83,11 +83,32 @@ class RolloutData:
         return {ROLLOUT: json.dumps(data, separators=(",", ":"))}
 
 
-def first_tokens(text: str, count: int) -> str:
-    """The data of the first `count` tokens of those that a text is of."""
-    data = json.loads(text)
-    cut = {key: values if key == PROMPT_TOKEN_IDS else values[:count] for key, values in data.items()}
-    return json.dumps(cut, separators=(",", ":"))
+class HeldData:
+    """The data of tokens that are held back."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[Any]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not self._lists
+
+    def add(self, text: str) -> None:
+        """Add the data of the next tokens."""
+        for key, values in json.loads(text).items():
+            self._lists.setdefault(key, []).extend(values)
+
+    def take(self, count: int | None) -> str | None:
+        """The data of the first `count` tokens, of all of them for None, which are not held back
+        any more; None if there are no data of them.
+        """
+        if self.is_empty or count == 0:
+            return None
+        taken = {key: values if key == PROMPT_TOKEN_IDS else values[:count] for key, values in self._lists.items()}
+        left = {key: values[len(taken[key]) :] for key, values in self._lists.items() if key != PROMPT_TOKEN_IDS}
+        self._lists = left if left[TOKEN_IDS] else {}
+        return json.dumps(taken, separators=(",", ":"))
 
 
 def add_match(chunk: dict[str, Any], match: int | str) -> None:

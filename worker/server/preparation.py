@@ -57,7 +57,13 @@ class Preparation:
         self._smoke = smoke
         self._defaults = defaults
         self._limits = RequestLimits(
-            info.context_length, info.vocab_size, info.eos_token_ids, info.made_by, info.kv_dtype, info.takes_images
+            info.context_length,
+            info.vocab_size,
+            info.eos_token_ids,
+            info.made_by,
+            info.kv_dtype,
+            info.takes_images,
+            only_prefills=role == "prefill",
         )
         self._seeds = random.Random(secrets.randbits(128))  # SystemRandom would release the interpreter each time
 
@@ -148,6 +154,8 @@ class Preparation:
         callables = self._smoke.processors(len(request.prompt_token_ids)) if self._smoke else None
         own = seed if is_fixed else request.params.seed
         params, defaulted = self._defaults.fill(request.params, {one.name for one in selection.processors})
+        if params.min_tokens is not None and params.max_tokens is not None:  # the answer's fewest, and a prefill's most
+            params = params.with_values(min_tokens=min(params.min_tokens, params.max_tokens))
         return EngineRequest(
             request_id,
             request.prompt_token_ids,

@@ -298,6 +298,6 @@ def text_filters(
     stop_text = None
     if stops and stops_here:
         num_ignored = request.params.min_tokens or 0
-        stop_text = StopText(token_bytes, stops, num_ignored, len(request.generated_token_ids))
+        stop_text = StopText(token_bytes, stops, num_ignored, request.generated_token_ids)
     safe_chunks: SafeChunks[TokenDelta] | None = SafeChunks(token_bytes, stops) if is_migratable else None
     return stop_text, safe_chunks

@@ -71,6 +71,25 @@ class AnswerText:
         """Number of characters of `shown`."""
         return len(self.text) - (0 if self.stopped_by is not None else self._begun.length)
 
+    def text_of(self, num_tokens: int) -> str:
+        """The text of the first `num_tokens`, all of them among `num_shown_tokens`, where there are
+        stop strings; else `shown`.
+        """
+        if not self._stops:
+            return self.shown
+        return self._text[: self._ends[num_tokens - 1]] if num_tokens else ""
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens of the answer so far, before any other: a stop string may have begun in
+        them, and none ends there.
+        """
+        if token_ids:
+            self.num_tokens += len(token_ids)
+            self._text = self._pieces.append(*token_ids)
+            self._begun.append(self._stops.tail(self._text))
+            self._floor = len(self._text)
+            self._ends += [self._num_final] * len(token_ids)
+
     def append(self, token_id: int) -> bool:
         """Take the next token; returns whether the answer ends here."""
         self.num_tokens += 1

@@ -22,20 +22,20 @@ class StopText:
         token_bytes: Bytes of the vocabulary's tokens.
         stops: The stop strings, none of them empty.
         min_tokens: Tokens of the answer before the frontend looks for a stop string.
-        num_generated: Tokens of the answer so far.
+        generated: Tokens of the answer so far, in which a stop string may have begun.
 
     Attributes:
         stopped_by: The stop string at which the answer has ended, None while there is none.
     """
 
     def __init__(
-        self, token_bytes: TokenBytes, stops: Sequence[str], min_tokens: int = 0, num_generated: int = 0
+        self, token_bytes: TokenBytes, stops: Sequence[str], min_tokens: int = 0, generated: Sequence[int] = ()
     ) -> None:
         self.stopped_by: str | None = None
         self._token_bytes = token_bytes
         self._stops = StopStrings([stop.encode() for stop in stops])
-        self._text = b""  # as far back as a stop string may have begun
-        self._ignored = min_tokens - num_generated
+        self._ignored = min_tokens - len(generated)
+        self._text = self._tail_of(generated[max(0, min_tokens - 1) :])  # as far back as a stop string may have begun
 
     @property
     def found(self) -> bool:
@@ -48,6 +48,16 @@ class StopText:
             if self._completes(token_id):
                 delta.stop_after(count)
                 return
+
+    def _tail_of(self, token_ids: Sequence[int]) -> bytes:
+        """The end of the text of tokens, as far back as a stop string may have begun."""
+        text = b""
+        for token_id in reversed(token_ids):
+            piece = self._token_bytes[token_id]
+            text = piece + text
+            if not piece or len(self._stops.tail(text)) < len(text):
+                break
+        return self._stops.tail(text)
 
     def _completes(self, token_id: int) -> bool:
         self._ignored -= 1

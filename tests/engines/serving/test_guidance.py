@@ -24,11 +24,13 @@ from guidance_runs import (
 from speculation_runs import Repeating
 from transformers import AutoModelForCausalLM
 
+from adapters.catalog import Catalog, Requested, Selection, model_context
 from adapters.chain import ProcessorChain
 from adapters.contract import CompanionProcessor, Context
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineRequest
-from worker.engines.embedded import EmbeddedConfig, Engine
+from worker.engines import EngineRequest, KeepKv
+from worker.engines.chain_builder import ChainBuilder
+from worker.engines.embedded import EmbeddedConfig, Engine, Request
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.sampling import LogitsCollector
@@ -285,6 +287,21 @@ def test_a_last_phrase_that_the_second_sequence_cuts_off(model: HfModel) -> None
     request = request_of(model, "one", PROMPT, guided, phrase, ends=[2], max_tokens=9)
     (answer,) = decode(stepper_of(model), [request])
     assert VOCABULARIES[0].decode([token for token, _ in answer][:-1]).endswith("ab")
+
+
+def test_a_prefill_worker_leaves_the_length_to_the_decode_worker(model: HfModel) -> None:
+    """It is asked for one token of whatever answer, and builds the chain for the whole context."""
+    builder = ChainBuilder(Catalog.default(), model_context(VOCABULARIES[0]))
+    selection = Selection((Requested("cfg", {"scale": 2.5}), Requested("force_last_phrase", {"text": "ab"})))
+    context = builder.context(frozenset([2]), 3, CONTEXT - len(PROMPT))
+
+    def admitted(kv: KeepKv | None) -> Request:
+        asked = EngineRequest("one", PROMPT, SamplingParams(max_tokens=1, end_id=2), kv=kv)
+        return admit(builder.prepare(asked, selection, context), 0, model, CONTEXT)
+
+    assert admitted(KeepKv()).limit == len(PROMPT) + 1
+    with pytest.raises(InvalidRequest, match=r"beside cfg, .* at most 1; lower max_tokens"):
+        admitted(None)
 
 
 def test_a_text_is_tokenised_as_a_prompt_is(engine: Engine) -> None:

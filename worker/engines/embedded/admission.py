@@ -25,7 +25,7 @@ from worker.engines.refusals import (
     check_prompt,
     check_refused,
 )
-from worker.engines.request import EngineRequest
+from worker.engines.request import EngineRequest, KeepKv
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
 from worker.sampling.field_processors import temperature_of, with_field_processors
@@ -124,7 +124,8 @@ def admit(
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None:
         chain.receipt.numerics = model.numerics
-    request.companion = companion_of(request, context_length, draft_model)
+    answers = not isinstance(engine_request.kv, KeepKv)
+    request.companion = companion_of(request, context_length, draft_model, answers=answers)
     return request
 
 

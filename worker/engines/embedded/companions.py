@@ -74,7 +74,9 @@ class CompanionRows:
         return self._rows[position - self._first]
 
 
-def companion_of(request: Request, context_length: int, draft_model: DraftModel | None = None) -> Request | None:
+def companion_of(
+    request: Request, context_length: int, draft_model: DraftModel | None = None, *, answers: bool = True
+) -> Request | None:
     """The companion that a request's chain needs, None if it needs none.
 
     The answer then ends where either sequence fills the context.
@@ -83,6 +85,8 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         request: Request that is being admitted; its chain has begun after the prompt.
         context_length: Longest sequence, in tokens.
         draft_model: Draft model of the engine, None if it has none.
+        answers: Whether the answer is generated here; a prefill worker is asked for one token of it
+            and does not know its length.
 
     Raises:
         InvalidRequest: the companion does not fit into the context, its model is missing, or the
@@ -109,7 +113,8 @@ def companion_of(request: Request, context_length: int, draft_model: DraftModel 
         raise InvalidRequest(FIELD, f"{processor.name}: {problem}" + _and_answer(len(generated)))
     offset = request.prompt_length - len(begin)
     request.limit = min(request.limit, context_length + offset)
-    _check_counted(processor, chain, request.limit - request.prompt_length)
+    if answers:
+        _check_counted(processor, chain, request.limit - request.prompt_length)
     processor.second_row = rows = CompanionRows(offset)
     return Request(
         id=request.id,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from worker.requests.response import STOP_STRING, STOP_TOKEN
-from worker.requests.rollout import ROLLOUT, first_tokens
+from worker.requests.rollout import ROLLOUT, HeldData
 from worker.runtimes.direct.request import DirectRequest
 from worker.text.answer_text import AnswerText
 
@@ -18,7 +18,8 @@ _PER_TOKEN = ("log_probs", "top_logprobs")
 class ChoiceText:
     """Adds the text to the chunks of one choice, and ends it at a stop string.
 
-    Tokens that may be part of a stop string are held back until that is known.
+    Tokens that may be part of a stop string are held back until that is known, with what is said of
+    them: another worker can go on after any chunk (`DirectRequest.num_generated`).
 
     Args:
         request: The request that is answered.
@@ -32,18 +33,16 @@ class ChoiceText:
         self.has_stopped = False
         self._request = request
         self._needed = request.wants_text or bool(request.stops)
-        self._num_taken = 0
-        self._num_sent = 0
+        self._num_taken = self._num_sent = self._num_told = request.num_generated
         self._sent_text = 0
+        self._held_data = HeldData()
         self._held: dict[str, list[Any]] = {key: [] for key in ("token_ids", *_PER_TOKEN)}
         if self._needed:
             decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
-            self._text = AnswerText(
-                decode,
-                request.stops,
-                include=request.include_stop,
-                context=request.fields["token_ids"],
-            )
+            tokens, begin = request.fields["token_ids"], request.num_prompt_tokens
+            self._text = AnswerText(decode, request.stops, include=request.include_stop, context=tokens[:begin])
+            self._text.resume(tokens[begin:])
+            self._sent_text = len(self._text.shown)
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """``chunk`` as it is sent; None if there is nothing to send yet. After a stop string the
@@ -53,16 +52,14 @@ class ChoiceText:
             return chunk
         for key, values in self._held.items():
             values += chunk.pop(key, ())
-        finish_reason, num_before = chunk.get("finish_reason"), self._num_taken
+        finish_reason = chunk.get("finish_reason")
         self._take(ends=finish_reason is not None)
-        if self.has_stopped and ROLLOUT in chunk.get("engine_data", {}):
-            data = chunk["engine_data"]
-            chunk["engine_data"] = {**data, ROLLOUT: first_tokens(data[ROLLOUT], self._num_taken - num_before)}
         if self.has_stopped and finish_reason in (None, "length"):
             chunk["finish_reason"] = finish_reason = "stop"
         if self.has_stopped:
             chunk["completion_usage"] = self._usage(chunk.get("completion_usage"))
         self._move_shown(chunk, is_last=finish_reason is not None)
+        self._move_data(chunk, is_last=finish_reason is not None)
         is_empty = not chunk["token_ids"] and not chunk.get("text") and finish_reason is None
         return None if is_empty and "engine_data" not in chunk else chunk
 
@@ -92,19 +89,36 @@ class ChoiceText:
                 del values[:count]
         self._num_sent += count
         if self._request.wants_text:
-            text = answer.text if is_last else answer.shown
+            text = answer.text if is_last else answer.text_of(self._num_sent)
             chunk["text"] = text[self._sent_text :]
             self._sent_text = len(text)
         if self.has_stopped and answer.stopped_by is not None:
             chunk.pop(STOP_TOKEN, None)
             chunk[STOP_STRING] = answer.stopped_by
 
+    def _move_data(self, chunk: dict[str, Any], *, is_last: bool) -> None:
+        """Hold back what ``chunk`` says of tokens that are, and add what is said of those that are
+        sent now; at a stop string of all up to the one that completes it.
+        """
+        data = chunk.get("engine_data", {})
+        is_whole = self._held_data.is_empty and not self._held["token_ids"]
+        if (ROLLOUT in data or not self._held_data.is_empty) and not is_whole:
+            if ROLLOUT in data:
+                self._held_data.add(data[ROLLOUT])
+            count = None if is_last else self._num_sent - self._num_told
+            told = self._held_data.take(self._num_taken - self._num_told if self.has_stopped else count)
+            rest = {key: value for key, value in data.items() if key != ROLLOUT}
+            chunk["engine_data"] = rest if told is None else {**rest, ROLLOUT: told}
+            if not chunk["engine_data"]:
+                del chunk["engine_data"]
+        self._num_told = self._num_sent
+
     def _usage(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """The usage up to the token that completes the stop string; ``given`` is that of all
         tokens, None where the engine has not said it.
         """
         behind = len(self._held["token_ids"]) - (self._num_taken - self._num_sent)
-        prompt = len(self._request.fields["token_ids"]) if given is None else given["prompt_tokens"]
+        prompt = self._request.num_prompt_tokens if given is None else given["prompt_tokens"]
         completion = self._num_taken if given is None else given["completion_tokens"] - behind
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**(given or {}), **counts}

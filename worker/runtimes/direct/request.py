@@ -49,6 +49,17 @@ class DirectRequest:
     wants_text: bool
     skip_special_tokens: bool
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens at the end of ``token_ids`` that another worker has generated."""
+        continues = self.fields.get("continues")
+        return 0 if continues is None else int(continues["generated_tokens"])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.fields["token_ids"]) - self.num_generated
+
 
 def parse(
     message: Mapping[str, Any],
