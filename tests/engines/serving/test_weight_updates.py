@@ -263,6 +263,70 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
         assert (await ask(engine, "again", PROMPT, 8)).tokens == expected.tokens
 
 
+async def scored(engine: EmbeddedEngine) -> list[tuple[int, float]]:
+    """Tokens of an answer with their log probabilities."""
+    params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True)
+    found = [delta async for delta in engine.generate(EngineRequest("scored", PROMPT, params))]
+    return [(one.token_id, one.logprob) for delta in found for (one, *_) in delta.logprobs or ()]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "ernie4_5_moe"])
+async def test_what_is_held_in_float32_stays_so(tmp_path: Path, kind: str) -> None:
+    """Biases of routers are, beside weights in bfloat16: rounded, they would choose others."""
+    decoder_shapes.write(tmp_path / "old", kind, 0)
+    new, generator = tensors_of(tmp_path / "old"), torch.Generator().manual_seed(3)
+    for name in (name for name in new if name.endswith("e_score_correction_bias")):
+        new[name] = 100 + 0.2 * torch.randn(new[name].shape, generator=generator)
+    path = copy_with(tmp_path / "old", tmp_path / "new", new)
+    settings = {"dtype": "bfloat16", "numerics": "auto"}
+    async with running(path, **settings, weight_updates=False) as fresh:
+        expected = await scored(fresh)
+    async with running(tmp_path / "old", **settings) as engine:
+        assert await scored(engine) != expected
+        await weights_of(engine).update_weights(path, None, "keep")
+        assert await scored(engine) == expected
+
+
+WITHOUT_PLACE: dict[str, dict[str, torch.Tensor]] = {
+    "gpt_neox": {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(4),
+    },
+    "gpt2": {"transformer.h.1.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)},
+    "deepseek_v3": {"model.layers.61.eh_proj.weight": torch.ones(3, 3)},
+    "mixtral": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+}
+"""Tensors of older versions, and of layers for drafts, by model type."""
+
+
+@pytest.mark.parametrize("kind", WITHOUT_PLACE)
+async def test_what_the_model_has_no_place_for_may_be_there(tmp_path: Path, kind: str) -> None:
+    """An update is whole with it and without it, also that of the checkpoint's own files."""
+    if kind == "llama":
+        write(tmp_path / "plain", kind, {})
+    else:
+        decoder_shapes.write(tmp_path / "plain", kind, 0)
+    old = tensors_of(tmp_path / "plain")
+    new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in old.items()}
+    with_more = [{**each, **WITHOUT_PLACE[kind]} for each in (old, new)]
+    paths = [copy_with(tmp_path / "plain", tmp_path / str(index), each) for index, each in enumerate(with_more)]
+    async with running(paths[1], weight_updates=False) as fresh:
+        expected = await ask(fresh, "r", PROMPT, 8)
+    async with running(paths[0]) as engine:
+        weights = weights_of(engine)
+        assert weights.weight_tensors().keys() == old.keys()
+        before = await ask(engine, "before", PROMPT, 8)
+        versions = []
+        for source in (paths[1], as_bytes(new), as_bytes(with_more[1])):
+            await weights.update_weights(paths[0], None, "keep")
+            assert (await ask(engine, "back", PROMPT, 8)).tokens == before.tokens
+            versions.append((await weights.update_weights(source, None, "keep")).version)
+            assert (await ask(engine, "after", PROMPT, 8)).tokens == expected.tokens != before.tokens
+        assert len({version.digest for version in versions}) == 1
+
+
 async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path) -> None:
     """Its linear layers have other kernels than at the start, and the bits of a fresh engine with
     the KV cache that this one chose at the start.

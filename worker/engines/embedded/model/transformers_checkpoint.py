@@ -8,9 +8,11 @@ there is no packed copy alone.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -184,6 +186,40 @@ def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) ->
             names = sorted(str(name) for name in report[problem])
             raise StartupError(f"--model-path {directory}: weights are incomplete, {problem}: {', '.join(names[:3])}")
     return network, list(report["unexpected_keys"])
+
+
+class TensorNames:
+    """The names of a checkpoint's tensors, as transformers' causal language model takes them.
+
+    Args:
+        config: Configuration from `checkpoint_gate.configuration`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        with torch.device("meta"):
+            self._network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        self._modules = {name for name, _ in self._network.named_modules()}
+
+    def without_place(self, names: Iterable[str]) -> frozenset[str]:
+        """Those that the model has no place for, and that transformers' own loader says nothing of:
+        buffers of older versions, layers for drafts.
+        """
+        network, places = self._network, self._network.state_dict()
+        prefix = f"{network.base_model_prefix}."
+        unknown = {name for name in names if not {name, prefix + name} & places.keys() and not self._is_expert(name)}
+        told = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
+        network._adjust_missing_and_unexpected_keys(told)
+        return frozenset(unknown - told.unexpected_keys)
+
+    def _is_expert(self, name: str) -> bool:
+        """Whether it is of one expert of a mixture that the model has."""
+        mixture, found, _ = name.partition(".experts.")
+        return bool(found) and f"{mixture}.experts" in self._modules
+
+    def in_float32(self, names: Iterable[str]) -> frozenset[str]:
+        """Those that are held in float32 whatever the data type of the model is."""
+        patterns = [re.compile(pattern) for pattern in self._network._keep_in_fp32_modules_strict or ()]
+        return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))
 
 
 class QuantisedCheckpoint:

@@ -58,6 +58,7 @@ def check_given(
     dtype: torch.dtype,
     formats: Mapping[str, str] = MappingProxyType({}),
     transposed: Collection[str] = (),
+    in_float32: Collection[str] = (),
 ) -> Given:
     """The tensors of an update as the model holds them: rounded to `dtype`, or quantised.
 
@@ -68,6 +69,7 @@ def check_given(
         formats: Formats of tensors that the model's checkpoint has quantised; see
             `requantisation.formats_of`.
         transposed: Names of experts' weights that are transposed; see `StackedExperts`.
+        in_float32: Names of tensors that are float32 whatever `dtype` is.
 
     Raises:
         WeightsRefused: there are none; or one is not the model's, of another shape, or holds what
@@ -87,7 +89,8 @@ def check_given(
     names = sorted(weights, key=lambda name: -weights[name].nbytes)
 
     def check(name: str) -> tuple[Weight, str]:
-        return _checked(name, weights[name], dtype, formats.get(name), name in transposed)
+        held_in = torch.float32 if name in in_float32 else dtype
+        return _checked(name, weights[name], held_in, formats.get(name), name in transposed)
 
     checked = dict(zip(names, side_by_side(check, names), strict=True))
     rounded = {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,7 +96,7 @@ class WeightControl:
         async with self._exclusive():
             if self._level:
                 raise WrongState("the engine sleeps; wake it first")
-            weights = [await asyncio.to_thread(_read, source)]
+            weights = [await asyncio.to_thread(_read, source, self._updates.ignored)]
             began_s = time.perf_counter()
             # popped, so that what was read is freed before the old weights are
             given = await asyncio.to_thread(in_own_thread, lambda: self._updates.check(weights.pop()))
@@ -254,14 +254,14 @@ def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
         WeightsRefused: the checkpoint cannot be read.
     """
     updates = updates_of(config, model)
-    weights = _read(Path(config.model_path))
+    weights = _read(Path(config.model_path), updates.ignored)
     given = updates.check({name: weight for name, weight in weights.items() if name in updates.shapes})
     return digest_of_update("", given.digests.items())
 
 
-def _read(source: Path | memoryview) -> Mapping[str, Weight]:
+def _read(source: Path | memoryview, ignored: Collection[str]) -> Mapping[str, Weight]:
     try:
-        return read_weights(source)
+        return read_weights(source, ignored)
     except ModelFileError as error:
         raise WeightsRefused(str(error)) from None
 
