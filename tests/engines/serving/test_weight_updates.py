@@ -327,6 +327,55 @@ async def test_what_the_model_has_no_place_for_may_be_there(tmp_path: Path, kind
         assert len({version.digest for version in versions}) == 1
 
 
+@pytest.mark.parametrize("damage", ["gone", "cut off", "other sizes"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+async def test_a_checkpoint_that_cannot_be_read_again(tmp_path: Path, kind: str, damage: str) -> None:
+    """Its worker wakes without weights, which an update then brings."""
+    write(tmp_path / "model", kind, TYPES.get(kind, {}))
+    path, content = tmp_path / "model" / "model.safetensors", as_bytes(tensors_of(tmp_path / "model"))
+    async with running(tmp_path / "model") as engine:
+        before = await ask(engine, "before", PROMPT, 8)
+        under_way = asyncio.create_task(ask(engine, "under way", PROMPT, 40))
+        while not engine.num_unfinished():
+            await asyncio.sleep(0)
+        await weights_of(engine).sleep(2)
+        if damage == "gone":
+            path.unlink()
+        elif damage == "cut off":
+            path.write_bytes(path.read_bytes()[:-5])
+        else:
+            write(tmp_path / "other", kind, {**TYPES.get(kind, {}), "intermediate_size": 64})
+            path.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+        await weights_of(engine).wake()
+        assert weights_of(engine).weights_state == "needs_weights"
+        await weights_of(engine).update_weights(content, None, "keep")
+        assert weights_of(engine).weights_state == "serving"
+        assert (await ask(engine, "after", PROMPT, 8)).tokens == before.tokens
+        assert len((await under_way).tokens) == 40
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+async def test_weights_that_were_dropped_come_back_whole(tmp_path: Path, settings: dict[str, object]) -> None:
+    """An update of a part is refused, whichever part it is."""
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 96}
+    write(tmp_path / "model", "qwen2", odd)
+    tensors = tensors_of(tmp_path / "model")
+    async with running(tmp_path / "model", **settings) as engine:
+        before = await ask(engine, "before", PROMPT, 8)
+        weights = weights_of(engine)
+        await weights.update_weights(as_bytes(tensors), None, "keep")
+        await weights.sleep(2)
+        await weights.wake()
+        names = sorted(tensors)
+        for seed in range(60):
+            chosen = random.Random(seed)
+            some = {name: tensors[name] for name in chosen.sample(names, chosen.randrange(1, len(names)))}
+            with pytest.raises(WeightsRefused, match="after a sleep of level 2 an update must have every tensor"):
+                await weights.update_weights(as_bytes(some), None, "keep")
+        await weights.update_weights(as_bytes(tensors), None, "keep")
+        assert (await ask(engine, "after", PROMPT, 8)).tokens == before.tokens
+
+
 async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path) -> None:
     """Its linear layers have other kernels than at the start, and the bits of a fresh engine with
     the KV cache that this one chose at the start.

@@ -35,7 +35,7 @@ from worker.engines.weights import (
     WrongState,
     digest_of_update,
 )
-from worker.errors import EngineBroken, ServingError
+from worker.errors import EngineBroken, ServingError, StartupError
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
@@ -187,14 +187,19 @@ class WeightControl:
         return await asyncio.to_thread(in_own_thread, lambda: self._updates.network(given))
 
     def _reloaded(self) -> Network | None:
-        """The network of the checkpoint; None if its files are others than at the start: tokens of
-        theirs would name the digest of the weights that were there then.
+        """The network of the checkpoint; None if its files cannot be read any more, or are others
+        than at the start: tokens of theirs would name the digest of the weights that were there
+        then.
         """
         config = self._config
-        network = reload_network(config, self._model)
-        if self._base.digest in ("", fingerprint_beside(config.model_path, config.packed_copy).result()):
-            return network
-        logger.warning("weights: the files in %s have changed since the start: an update must come", config.model_path)
+        try:
+            network = reload_network(config, self._model)
+            if self._base.digest in ("", fingerprint_beside(config.model_path, config.packed_copy).result()):
+                return network
+            reason = f"the files in {config.model_path} have changed since the start"
+        except StartupError as error:
+            reason = str(error)
+        logger.warning("weights: %s: an update must come", reason)
         return None
 
     def _change(self, stepper: Stepper, network: Network, version: WeightVersion) -> None:
