@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded.model.quantisation import quantise
 from worker.errors import StartupError
+from worker.models.chat_template import TEMPLATES
 from worker.models.config_json import check_config, read_config
 from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
@@ -77,6 +78,8 @@ def _write(files: WeightFiles, to: str, directory: Path, config: dict[str, Any])
     for path in sorted(files.directory.iterdir()):
         if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
             shutil.copyfile(path, directory / path.name)
+    if (templates := files.directory / TEMPLATES).is_dir():
+        shutil.copytree(templates, directory / TEMPLATES)
     config["quantization_config"] = quantization_config(to)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -34,6 +34,7 @@ from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
 from worker.engines.embedded.model.quantised_experts import OneWeight, join_experts, place_expert, place_stacked
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
+from worker.engines.embedded.model.third_party_weights import changes_nothing
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
 from worker.models.architectures import CONVERTED
@@ -264,7 +265,7 @@ class QuantisedCheckpoint:
                 "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
             )
         weights = _weights(WeightFiles(self._directory, is_quantised=True))
-        return filled_network(self._directory, config, dtype, weights, keeps_quantised)
+        return filled_network(self._directory, config, dtype, weights, keeps_quantised, changes_nothing)
 
 
 def filled_network(
