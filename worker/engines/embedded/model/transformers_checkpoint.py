@@ -78,12 +78,13 @@ def facts_of(
     if isinstance(network, LlamaNetwork):  # config.json may say so of weights that differ
         geometry = replace(geometry, tie_word_embeddings=network.is_tied)
     vocab_size = geometry.vocab_size
+    ends = tuple(token for token in eos_token_ids(directory, settings) if 0 <= token < vocab_size)
     return ModelFacts(
         dtype=dtype,
         geometry=geometry,
         softcap=None if generic is None else generic.calls[0].softcap,
-        eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if 0 <= token < vocab_size),
-        undecodable_ids=undecodable_ids(directory, vocab_size),
+        eos_token_ids=ends,
+        undecodable_ids=tuple(token for token in undecodable_ids(directory, vocab_size) if token not in ends),
         weights=weights,
     )
 
