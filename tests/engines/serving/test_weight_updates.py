@@ -270,13 +270,16 @@ async def scored(engine: EmbeddedEngine) -> list[tuple[int, float]]:
     return [(one.token_id, one.logprob) for delta in found for (one, *_) in delta.logprobs or ()]
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "flint", "hunyuan_v1_moe", "apertus"])
 async def test_what_is_held_in_float32_stays_so(tmp_path: Path, kind: str) -> None:
-    """Biases of routers are, beside weights in bfloat16: rounded, they would choose others."""
+    """Parts of routers and sinks are, beside weights in bfloat16: rounded, they would choose other
+    experts. Numbers without a dimension are tensors, too.
+    """
     decoder_shapes.write(tmp_path / "old", kind, 0)
     new, generator = tensors_of(tmp_path / "old"), torch.Generator().manual_seed(3)
-    for name in (name for name in new if name.endswith("e_score_correction_bias")):
-        new[name] = 100 + 0.2 * torch.randn(new[name].shape, generator=generator)
+    for name, tensor in new.items():
+        start = 100 if name.endswith("e_score_correction_bias") else tensor
+        new[name] = start + 0.2 * torch.randn(tensor.shape, generator=generator)
     path = copy_with(tmp_path / "old", tmp_path / "new", new)
     settings = {"dtype": "bfloat16", "numerics": "auto"}
     async with running(path, **settings, weight_updates=False) as fresh:

@@ -195,23 +195,30 @@ class TensorNames:
 
     Args:
         config: Configuration from `checkpoint_gate.configuration`.
+        dtype: Data type of the model.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        maker: Any = AutoModelForCausalLM
         with torch.device("meta"):
-            self._network: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            self._network = maker.from_config(config, dtype=dtype)
+        self._dtypes = {name: value.dtype for name, value in self._network.state_dict().items()}
         self._modules = {name for name, _ in self._network.named_modules()}
+        self._renamings = _renamings(config.model_type)
 
     def without_place(self, names: Iterable[str]) -> frozenset[str]:
         """Those that the model has no place for, and that transformers' own loader says nothing of:
         buffers of older versions, layers for drafts.
         """
-        network, places = self._network, self._network.state_dict()
-        prefix = f"{network.base_model_prefix}."
-        unknown = {name for name in names if not {name, prefix + name} & places.keys() and not self._is_expert(name)}
+        unknown = {name for name in names if self._place_of(name) not in self._dtypes and not self._is_expert(name)}
         told = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
-        network._adjust_missing_and_unexpected_keys(told)
+        self._network._adjust_missing_and_unexpected_keys(told)
         return frozenset(unknown - told.unexpected_keys)
+
+    def _place_of(self, name: str) -> str:
+        """The name of a tensor in the model, which a checkpoint may have without its prefix."""
+        renamed = _renamed_name(name, self._renamings)
+        return renamed if renamed in self._dtypes else f"{self._network.base_model_prefix}.{renamed}"
 
     def _is_expert(self, name: str) -> bool:
         """Whether it is of one expert of a mixture that the model has."""
@@ -221,7 +228,11 @@ class TensorNames:
     def in_float32(self, names: Iterable[str]) -> frozenset[str]:
         """Those that are held in float32 whatever the data type of the model is."""
         patterns = [re.compile(pattern) for pattern in self._network._keep_in_fp32_modules_strict or ()]
-        return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))
+
+        def is_kept(place: str) -> bool:
+            return self._dtypes.get(place) == torch.float32 or any(pattern.search(place) for pattern in patterns)
+
+        return frozenset(name for name in names if is_kept(self._place_of(name)))
 
 
 class QuantisedCheckpoint:
@@ -326,13 +337,20 @@ def _compute_buffers(network: Any) -> None:
 
 def _renamed(model_type: str, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
     """Weights by the names of transformers' modules, as its own loader renames them."""
-    mapping: Any = get_checkpoint_conversion_mapping
-    found = mapping(model_type) or []
-    renamings = [each for each in found if isinstance(each, WeightRenaming)]
+    renamings = _renamings(model_type)
     for name, weight in weights:
-        for each in renamings:
-            name, _ = each.rename_source_key(name)
-        yield name, weight
+        yield _renamed_name(name, renamings), weight
+
+
+def _renamings(model_type: str) -> list[Any]:
+    mapping: Any = get_checkpoint_conversion_mapping
+    return [each for each in mapping(model_type) or [] if isinstance(each, WeightRenaming)]
+
+
+def _renamed_name(name: str, renamings: Iterable[Any]) -> str:
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
 
 
 def _fill(

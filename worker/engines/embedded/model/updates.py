@@ -130,7 +130,7 @@ class ReloadedUpdates:
 
         directory = Path(config.model_path)
         settings = read_settings(directory)
-        names = checkpoint.TensorNames(configuration(directory))
+        names = checkpoint.TensorNames(configuration(directory), model.dtype)
         self.ignored: Collection[str] = ()
         third_party = quantization_of(settings)
         self._formats: dict[str, str] = {}

@@ -134,7 +134,7 @@ def _checked(
         weight = weight.to(dtype)
     digest = sha256()  # which processors have instructions for
     for part in _parts(weight):
-        digest.update(part.contiguous().view(torch.uint8).numpy().data)
+        digest.update(part.reshape(-1).view(torch.uint8).numpy().data)  # may have no dimension
     return weight, digest.hexdigest()[:32]
 
 
