@@ -31,6 +31,18 @@ def test_tensors_without_a_place_are_no_obstacle(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+def test_names_of_a_model_without_a_head(tmp_path: Path) -> None:
+    plain, short = (write_tiny_model(tmp_path / name, arch="qwen3") for name in ("plain", "short"))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(short / WEIGHTS).items()}
+    save_file(tensors, short / WEIGHTS, metadata={"format": "pt"})
+    found = []
+    for source in (plain, short):
+        target = tmp_path / f"{source.name}-int8"
+        assert main([str(source), "--to", "int8", "--output", str(target)]) == 0
+        found.append(logits(load(target)))
+    assert torch.equal(*found)
+
+
 def test_all_chat_templates_are_kept(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source")
     (source / "additional_chat_templates").mkdir()

@@ -24,6 +24,7 @@ from worker.models.weight_files import WeightFiles
 
 _LAYERS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PREFIXES = ("model.", "lm_head.")
 
 
 def write_quantised(source: Path, to: str, directory: Path) -> None:
@@ -93,7 +94,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _quantised(tensors: dict[str, torch.Tensor], to: str, heads: set[str]) -> dict[str, torch.Tensor]:
     written: dict[str, Any] = {}
-    for name, tensor in tensors.items():
+    for stored, tensor in tensors.items():
+        name = stored if stored.startswith(_PREFIXES) else f"model.{stored}"  # one of a model without a head
         if name not in heads and not _LAYERS.fullmatch(name):
             written[name] = tensor
             continue

@@ -92,8 +92,13 @@ class PackedUpdates:
                 _tell(stored, f"rounded to {OTHER}")
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
-        """See `Updates.check`."""
+        """See `Updates.check`; as at a start, names may be those of a model without a head."""
+        if not any(name.startswith("model.") for name in weights):
+            weights = {self._whole(name): weight for name, weight in weights.items()}
         return check_given(weights, self.shapes, self._model.dtype, self._formats)
+
+    def _whole(self, name: str) -> str:
+        return f"model.{name}" if f"model.{name}" in self.shapes else name
 
     def network(self, given: Given) -> Network:
         """See `Updates.network`."""
