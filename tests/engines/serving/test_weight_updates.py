@@ -290,6 +290,25 @@ async def test_what_is_held_in_float32_stays_so(tmp_path: Path, kind: str) -> No
         assert await scored(engine) == expected
 
 
+async def test_an_update_without_the_head_ends_no_answer(tmp_path: Path) -> None:
+    """It is refused before those in flight are aborted, unless the model's embeddings are tied."""
+    for kind, is_tied in (("granite", False), ("granite", True), ("gemma2", False)):
+        shape, path = int(is_tied), tmp_path / f"{kind}-{is_tied}"
+        decoder_shapes.write(path, kind, shape)
+        tensors = {name: tensor for name, tensor in tensors_of(path).items() if name != "lm_head.weight"}
+        async with running(path) as engine:
+            before = await ask(engine, "before", PROMPT, 30)
+            under_way = asyncio.create_task(ask(engine, "under way", PROMPT, 30))
+            while not engine.num_unfinished():
+                await asyncio.sleep(0)
+            if is_tied:
+                await weights_of(engine).update_weights(as_bytes(tensors), None, "keep")
+            else:
+                with pytest.raises(WeightsRefused, match=r"tensor lm_head\.weight: is missing"):
+                    await weights_of(engine).update_weights(as_bytes(tensors), None, "abort")
+            assert (await under_way).tokens == before.tokens
+
+
 WITHOUT_PLACE: dict[str, dict[str, torch.Tensor]] = {
     "gpt_neox": {
         "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),

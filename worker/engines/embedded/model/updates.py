@@ -135,7 +135,9 @@ class ReloadedUpdates:
 
         directory = Path(config.model_path)
         settings = read_settings(directory)
-        names = checkpoint.TensorNames(configuration(directory), model.dtype)
+        found = configuration(directory)
+        self._optional = frozenset((HEAD,) if found.tie_word_embeddings else ())
+        names = checkpoint.TensorNames(found, model.dtype)
         self.ignored: Collection[str] = ()
         third_party = quantization_of(settings)
         self._formats: dict[str, str] = {}
@@ -172,7 +174,7 @@ class ReloadedUpdates:
         """See `Updates.check`."""
         dtype = self._model.dtype
         given = check_given(weights, self.shapes, dtype, self._formats, self._transposed, self._in_float32)
-        missing = sorted(set(self.shapes) - set(given.weights) - {HEAD})
+        missing = sorted(set(self.shapes) - set(given.weights) - self._optional)
         if missing:
             raise WeightsRefused(
                 f"tensor {missing[0]}: is missing; an update of a {self._model.geometry.model_type} model on "
