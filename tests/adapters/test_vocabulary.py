@@ -21,6 +21,7 @@ from adapters.processors.scripts import BanScripts
 from adapters.testing.kit_model import kit_vocabulary
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.model.checkpoint_files import undecodable_ids
+from worker.tiny_model import write_tiny_model
 
 FIRST_MOVED, GAP = 370, 20
 
@@ -80,6 +81,44 @@ def test_of_ids_that_share_a_piece_all_have_a_token(tmp_path: Path) -> None:
     assert not vocabulary.gap_ids
     assert undecodable_ids(tmp_path, 8) == (6, 7)
     assert vocabulary.token_bytes == [b"", b" a", b"b", b" a", b"b", b"b", b"", b""]
+
+
+ADDED = {"content": "<|added|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "num_added"),
+    [
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"1000": ADDED, "1001": ADDED | {"content": "<|b|>"}}}}, 2),
+        (
+            {
+                "tokenizer_config.json": {
+                    "eos_token": "<|added|>",
+                    "pad_token": ADDED | {"__type": "AddedToken"},
+                    "bos_token": "<|im_end|>",
+                }
+            },
+            1,
+        ),
+        ({"tokenizer_config.json": {"extra_special_tokens": ["<|added|>", "<|im_end|>"]}}, 1),
+        ({"tokenizer_config.json": {"additional_special_tokens": ["<|added|>", "<|b|>"]}}, 2),
+        ({"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<|added|>"}}}, 1),
+        ({"tokenizer_config.json": {}, "added_tokens.json": {"<|added|>": 1000, "<|im_end|>": 4}}, 1),
+        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": ADDED}}, 1),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {}}, "added_tokens.json": {"<|added|>": 1000}}, 0),
+    ],
+    ids=lambda each: "" if isinstance(each, int) else "-".join([*each, *each["tokenizer_config.json"]]),
+)
+def test_tokens_of_other_files_can_be_sampled(tmp_path: Path, files: dict[str, Any], num_added: int) -> None:
+    """They are those that transformers' tokenizer has, which reads prompts and answers."""
+    write_tiny_model(tmp_path)
+    (tmp_path / "tiny_model.json").unlink()
+    for name, content in files.items():
+        also = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == "tokenizer_config.json" else {}
+        (tmp_path / name).write_text(json.dumps(content | also))
+    vocabulary = Vocabulary.from_pretrained(str(tmp_path), 1024)
+    never = (*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, 1024))
+    assert undecodable_ids(tmp_path, 1024) == never == tuple(range(1000 + num_added, 1024))
 
 
 def test_a_tag_is_one_token_or_none(gapped: Vocabulary) -> None:

@@ -23,12 +23,14 @@ NAME, GATED = "acme/model-1.5", "acme/gated"
 def models(tmp_path: Path) -> Path:
     """A checkpoint in two files of weights, beside what no engine here reads."""
     directory = tmp_path / "model"
-    (directory / "onnx").mkdir(parents=True)
+    for folder in ("onnx", "additional_chat_templates"):
+        (directory / folder).mkdir(parents=True)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     files = {
         "config.json": "{}",
         "tokenizer.json": "{}",
         "chat_template.jinja": "x",
+        "additional_chat_templates/tool_use.jinja": "y",
         "model.safetensors.index.json": json.dumps(index),
         "model-1.safetensors": "1",
         "model-2.safetensors": "2",
@@ -81,9 +83,9 @@ def test_a_model_is_downloaded_once_and_then_found(server: Hub, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.strip())
     assert path == tmp_path / f"cache/hub/models--acme--model-1.5/snapshots/{COMMIT}"
-    assert sorted(each.name for each in path.iterdir()) == [
-        *("chat_template.jinja", "config.json", "model-1.safetensors", "model-2.safetensors"),
-        *("model.safetensors.index.json", "tokenizer.json"),
+    assert sorted(str(each.relative_to(path)) for each in path.rglob("*.*")) == [
+        *("additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"),
+        *("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "tokenizer.json"),
     ]
     assert done.stderr.splitlines() == [
         f"models: downloading {NAME} into the cache of Hugging Face models ...",

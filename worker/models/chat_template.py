@@ -14,12 +14,14 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _ADDED = (3, 4)
 """Types of tokens in a GGUF file that were added: control and user defined ones."""
 
-_CONFIG, _TOKENIZER, _JINJA, _JSON, _FOLDER = (
+TEMPLATES = "additional_chat_templates"
+"""Folder of a checkpoint with the templates that have other names than the default one."""
+
+_CONFIG, _TOKENIZER, _JINJA, _JSON = (
     "tokenizer_config.json",
     "tokenizer.json",
     "chat_template.jinja",
     "chat_template.json",
-    "additional_chat_templates",
 )
 
 
@@ -92,7 +94,7 @@ def _of_directory(path: Path) -> _Parts:
     sources |= {DEFAULT: found} if (found := (_read(path / _JSON) or {}).get("chat_template")) else {}
     if (path / _JINJA).is_file():  # as transformers, it wins over the others
         sources[DEFAULT] = (path / _JINJA).read_text(encoding="utf-8")
-    sources |= {file.stem: file.read_text(encoding="utf-8") for file in (path / _FOLDER).glob("*.jinja")}
+    sources |= {file.stem: file.read_text(encoding="utf-8") for file in (path / TEMPLATES).glob("*.jinja")}
     special = {name: text for name in _TOKENS if (text := _text(config.get(name))) is not None}
     added = map(_text, _added_tokens(path, config))
     return path.name, sources, special, frozenset(text for text in added if text is not None)

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from worker.models.checkpoint import Say
 
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
-_TEXTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_TEMPLATES = "*.jinja"
+_TEXTS = ["*.json", _TEMPLATES, "*.model", "*.tiktoken", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
-_ELSEWHERE = ["*/*", "consolidated*"]
-"""Files of other formats: of subfolders, and of Mistral's own."""
+_ELSEWHERE = [*(f"*/{each}" for each in (*_TEXTS, *_WEIGHTS) if each != _TEMPLATES), "consolidated*"]
+"""Files of other formats: of subfolders, which may have chat templates beside the default one, and
+of Mistral's own.
+"""
 
 
 def is_hub_id(name: str) -> bool:

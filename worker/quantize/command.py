@@ -17,7 +17,7 @@ from pathlib import Path
 
 from worker.engines.embedded.config import ACTIVATION_DTYPES, DTYPES, KV_CACHE_DTYPES
 from worker.engines.embedded.model.quantisation import FORMATS
-from worker.errors import StartupError, one_line
+from worker.errors import ServingError, StartupError, one_line
 from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache
 from worker.quantize.output import write_quantised
 from worker.quantize.report import report
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
                 print(line, flush=True)
         if options.output is not None:
             write_quantised(source, options.to, options.output)
-    except (StartupError, OSError, ValueError) as error:
+    except (ServingError, OSError, ValueError) as error:
         print(f"worker quantize: error: {one_line(error)}", file=sys.stderr)
         return 1
     return 0

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from worker.engines.embedded.model.quantisation import quantise
 from worker.errors import StartupError
+from worker.models.chat_template import TEMPLATES
 from worker.models.config_json import check_config, read_config
 from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
@@ -23,6 +24,7 @@ from worker.models.weight_files import WeightFiles
 
 _LAYERS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PREFIXES = ("model.", "lm_head.")
 
 
 def write_quantised(source: Path, to: str, directory: Path) -> None:
@@ -77,6 +79,8 @@ def _write(files: WeightFiles, to: str, directory: Path, config: dict[str, Any])
     for path in sorted(files.directory.iterdir()):
         if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
             shutil.copyfile(path, directory / path.name)
+    if (templates := files.directory / TEMPLATES).is_dir():
+        shutil.copytree(templates, directory / TEMPLATES)
     config["quantization_config"] = quantization_config(to)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -90,7 +94,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _quantised(tensors: dict[str, torch.Tensor], to: str, heads: set[str]) -> dict[str, torch.Tensor]:
     written: dict[str, Any] = {}
-    for name, tensor in tensors.items():
+    for stored, tensor in tensors.items():
+        name = stored if stored.startswith(_PREFIXES) else f"model.{stored}"  # one of a model without a head
         if name not in heads and not _LAYERS.fullmatch(name):
             written[name] = tensor
             continue

@@ -207,6 +207,19 @@ def test_numbers_that_are_none_are_refused_in_any_type(tmp_path: Path, wide: lis
             updates.check({name: broken})
 
 
+def test_names_may_be_those_of_a_model_without_a_head(tmp_path: Path) -> None:
+    old, new = (write_tiny_model(tmp_path / str(seed), arch="qwen3", seed=seed) for seed in (1, 2))
+    updates, weights = PackedUpdates(loaded(old)), read_weights(new)
+    short = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    assert is_same(packed(updates.network(updates.check(short))), packed(loaded(new).network))
+    assert updates.check(short).digests == updates.check(weights).digests
+    for name in ("norm.wait", "layers.2.input_layernorm.weight"):
+        with pytest.raises(WeightsRefused, match=f"tensor '{name}': the model has none of this name"):
+            updates.check({**short, name: short["norm.weight"]})
+    with pytest.raises(WeightsRefused, match=r"tensor 'norm\.weight': the model has none of this name"):
+        updates.check({**weights, "norm.weight": weights["model.norm.weight"]})
+
+
 def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tied", arch="qwen3")
     model, weights = loaded(path), read_weights(path)

@@ -975,6 +975,21 @@ def test_padding_is_never_likely() -> None:
     assert END < WIDTH - 6
 
 
+def test_an_end_token_that_the_tokenizer_lacks_ends_answers(tmp_path: Path) -> None:
+    end = 1010  # in the padding of the rows
+    path = write_tiny_model(tmp_path / "model")
+    generation = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": end}))
+    engine = Engine(path)
+    assert engine.info.eos_token_ids == (end,)
+    asked = [{"name": "choice", "args": {"choices": ["yes", "no"]}}]
+    (result,) = engine.generate([TEXTS[0]], SamplingParams(max_tokens=8, logprobs=0), processors=asked)
+    assert (result.text, result.finish_reason, result.outputs[0].stop_reason) in [
+        (text, "stop", end) for text in ("yes", "no")
+    ]
+    assert 1011 in engine.session.stepper.model.undecodable_ids
+
+
 def test_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model is in the cache, its weights kept: nothing is fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -263,6 +263,141 @@ async def test_other_networks_are_loaded_again(tmp_path: Path, kind: str) -> Non
         assert (await ask(engine, "again", PROMPT, 8)).tokens == expected.tokens
 
 
+async def scored(engine: EmbeddedEngine) -> list[tuple[int, float]]:
+    """Tokens of an answer with their log probabilities."""
+    params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True)
+    found = [delta async for delta in engine.generate(EngineRequest("scored", PROMPT, params))]
+    return [(one.token_id, one.logprob) for delta in found for (one, *_) in delta.logprobs or ()]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "flint", "hunyuan_v1_moe", "apertus"])
+async def test_what_is_held_in_float32_stays_so(tmp_path: Path, kind: str) -> None:
+    """Parts of routers and sinks are, beside weights in bfloat16: rounded, they would choose other
+    experts. Numbers without a dimension are tensors, too.
+    """
+    decoder_shapes.write(tmp_path / "old", kind, 0)
+    new, generator = tensors_of(tmp_path / "old"), torch.Generator().manual_seed(3)
+    for name, tensor in new.items():
+        start = 100 if name.endswith("e_score_correction_bias") else tensor
+        new[name] = start + 0.2 * torch.randn(tensor.shape, generator=generator)
+    path = copy_with(tmp_path / "old", tmp_path / "new", new)
+    settings = {"dtype": "bfloat16", "numerics": "auto"}
+    async with running(path, **settings, weight_updates=False) as fresh:
+        expected = await scored(fresh)
+    async with running(tmp_path / "old", **settings) as engine:
+        assert await scored(engine) != expected
+        await weights_of(engine).update_weights(path, None, "keep")
+        assert await scored(engine) == expected
+
+
+async def test_an_update_without_the_head_ends_no_answer(tmp_path: Path) -> None:
+    """It is refused before those in flight are aborted, unless the model's embeddings are tied."""
+    for kind, is_tied in (("granite", False), ("granite", True), ("gemma2", False)):
+        shape, path = int(is_tied), tmp_path / f"{kind}-{is_tied}"
+        decoder_shapes.write(path, kind, shape)
+        tensors = {name: tensor for name, tensor in tensors_of(path).items() if name != "lm_head.weight"}
+        async with running(path) as engine:
+            before = await ask(engine, "before", PROMPT, 30)
+            under_way = asyncio.create_task(ask(engine, "under way", PROMPT, 30))
+            while not engine.num_unfinished():
+                await asyncio.sleep(0)
+            if is_tied:
+                await weights_of(engine).update_weights(as_bytes(tensors), None, "keep")
+            else:
+                with pytest.raises(WeightsRefused, match=r"tensor lm_head\.weight: is missing"):
+                    await weights_of(engine).update_weights(as_bytes(tensors), None, "abort")
+            assert (await under_way).tokens == before.tokens
+
+
+WITHOUT_PLACE: dict[str, dict[str, torch.Tensor]] = {
+    "gpt_neox": {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(4),
+    },
+    "gpt2": {"transformer.h.1.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)},
+    "deepseek_v3": {"model.layers.61.eh_proj.weight": torch.ones(3, 3)},
+    "mixtral": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+}
+"""Tensors of older versions, and of layers for drafts, by model type."""
+
+
+@pytest.mark.parametrize("kind", WITHOUT_PLACE)
+async def test_what_the_model_has_no_place_for_may_be_there(tmp_path: Path, kind: str) -> None:
+    """An update is whole with it and without it, also that of the checkpoint's own files."""
+    if kind == "llama":
+        write(tmp_path / "plain", kind, {})
+    else:
+        decoder_shapes.write(tmp_path / "plain", kind, 0)
+    old = tensors_of(tmp_path / "plain")
+    new = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in old.items()}
+    with_more = [{**each, **WITHOUT_PLACE[kind]} for each in (old, new)]
+    paths = [copy_with(tmp_path / "plain", tmp_path / str(index), each) for index, each in enumerate(with_more)]
+    async with running(paths[1], weight_updates=False) as fresh:
+        expected = await ask(fresh, "r", PROMPT, 8)
+    async with running(paths[0]) as engine:
+        weights = weights_of(engine)
+        assert weights.weight_tensors().keys() == old.keys()
+        before = await ask(engine, "before", PROMPT, 8)
+        versions = []
+        for source in (paths[1], as_bytes(new), as_bytes(with_more[1])):
+            await weights.update_weights(paths[0], None, "keep")
+            assert (await ask(engine, "back", PROMPT, 8)).tokens == before.tokens
+            versions.append((await weights.update_weights(source, None, "keep")).version)
+            assert (await ask(engine, "after", PROMPT, 8)).tokens == expected.tokens != before.tokens
+        assert len({version.digest for version in versions}) == 1
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut off", "other sizes"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+async def test_a_checkpoint_that_cannot_be_read_again(tmp_path: Path, kind: str, damage: str) -> None:
+    """Its worker wakes without weights, which an update then brings."""
+    write(tmp_path / "model", kind, TYPES.get(kind, {}))
+    path, content = tmp_path / "model" / "model.safetensors", as_bytes(tensors_of(tmp_path / "model"))
+    async with running(tmp_path / "model") as engine:
+        before = await ask(engine, "before", PROMPT, 8)
+        under_way = asyncio.create_task(ask(engine, "under way", PROMPT, 40))
+        while not engine.num_unfinished():
+            await asyncio.sleep(0)
+        await weights_of(engine).sleep(2)
+        if damage == "gone":
+            path.unlink()
+        elif damage == "cut off":
+            path.write_bytes(path.read_bytes()[:-5])
+        else:
+            write(tmp_path / "other", kind, {**TYPES.get(kind, {}), "intermediate_size": 64})
+            path.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+        await weights_of(engine).wake()
+        assert weights_of(engine).weights_state == "needs_weights"
+        await weights_of(engine).update_weights(content, None, "keep")
+        assert weights_of(engine).weights_state == "serving"
+        assert (await ask(engine, "after", PROMPT, 8)).tokens == before.tokens
+        assert len((await under_way).tokens) == 40
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+async def test_weights_that_were_dropped_come_back_whole(tmp_path: Path, settings: dict[str, object]) -> None:
+    """An update of a part is refused, whichever part it is."""
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 96}
+    write(tmp_path / "model", "qwen2", odd)
+    tensors = tensors_of(tmp_path / "model")
+    async with running(tmp_path / "model", **settings) as engine:
+        before = await ask(engine, "before", PROMPT, 8)
+        weights = weights_of(engine)
+        await weights.update_weights(as_bytes(tensors), None, "keep")
+        await weights.sleep(2)
+        await weights.wake()
+        names = sorted(tensors)
+        for seed in range(60):
+            chosen = random.Random(seed)
+            some = {name: tensors[name] for name in chosen.sample(names, chosen.randrange(1, len(names)))}
+            with pytest.raises(WeightsRefused, match="after a sleep of level 2 an update must have every tensor"):
+                await weights.update_weights(as_bytes(some), None, "keep")
+        await weights.update_weights(as_bytes(tensors), None, "keep")
+        assert (await ask(engine, "after", PROMPT, 8)).tokens == before.tokens
+
+
 async def test_what_another_program_quantised_is_dense_after_an_update(tmp_path: Path) -> None:
     """Its linear layers have other kernels than at the start, and the bits of a fresh engine with
     the KV cache that this one chose at the start.

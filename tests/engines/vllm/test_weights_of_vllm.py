@@ -134,6 +134,13 @@ async def test_codes_of_a_quantised_weight_are_no_weight(model: Path, dtype: tor
         await weights.update_weights(memoryview(save(tensors)), None, "keep")
 
 
+async def test_a_number_without_a_dimension_is_a_tensor(model: Path) -> None:
+    tensors = {**load_file(model / "model.safetensors"), "model.layers.0.mlp.act_fn.beta": torch.tensor(0.5)}
+    (model / "model.safetensors").write_bytes(save(tensors))
+    weights = VllmWeights(Llm(), VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    assert (await weights.update_weights(model, None, "keep")).num_tensors == len(tensors)
+
+
 async def test_what_a_pause_has_kept_finishes_in_the_next(model: Path) -> None:
     llm = Llm()
     weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)

@@ -319,7 +319,8 @@ class Model(Protocol):
         vocab_size: Width of a row of logits.
         context_length: Longest sequence that the model was made for.
         eos_token_ids: Ids that end an answer.
-        undecodable_ids: Ids below `vocab_size` that the tokenizer does not know; never sampled.
+        undecodable_ids: Ids below `vocab_size` that the tokenizer does not know, but end tokens;
+            never sampled.
         device: Device of the logits.
         kv_bytes_per_token: Size of the KV of one token, 0 if there is none.
         wants_dense_kv: Whether a step is faster where the pages that it reads lie densely.

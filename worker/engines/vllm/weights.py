@@ -206,7 +206,7 @@ class VllmWeights:
         rounded = tensor.to(self._dtype)
         if not bool(rounded.isfinite().all()):
             raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number in {self._dtype}")
-        return sha256(rounded.contiguous().view(torch.uint8).numpy().data).hexdigest()[:32]
+        return sha256(rounded.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:32]  # may have no dimension
 
     def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
         if self._lock.locked() and not waits:

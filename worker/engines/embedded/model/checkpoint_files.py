@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _STRETCHED_ONCE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 """Model types whose RoPE of type ``dynamic`` has, beside an ``alpha``, one base for all lengths."""
 
@@ -80,7 +82,7 @@ def eos_token_ids(directory: Path, settings: dict[str, Any]) -> tuple[int, ...]:
 
 def undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Ids that the tokenizer does not have; none without a ``tokenizer.json``. Of ids that share a
-    piece it has all.
+    piece it has all. Tokens that other files add to it have the next ids, as in transformers.
 
     Raises:
         StartupError: it cannot be read.
@@ -92,8 +94,41 @@ def undecodable_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise StartupError(f"--model-path {directory}: tokenizer.json: {first_line(error)}") from error
+    tokenizer.add_tokens([text for text in _added_texts(directory) if tokenizer.token_to_id(text) is None])
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     return tuple(token for token in range(vocab_size) if token not in known and tokenizer.id_to_token(token) is None)
+
+
+def _added_texts(directory: Path) -> Iterator[str]:
+    """Texts of the tokens that files beside ``tokenizer.json`` name; some may be there twice."""
+    config = _object_in(directory / "tokenizer_config.json")
+    added: Any = config.get("added_tokens_decoder")
+    named = [config]
+    if added is None:  # files of older versions count then
+        added = _object_in(directory / "added_tokens.json")
+        yield from added
+        named.append(_object_in(directory / "special_tokens_map.json"))
+    tokens: list[Any] = list(added.values()) if isinstance(added, dict) else []
+    for found in named:
+        tokens += [found.get(key) for key in _SPECIAL_TOKENS]
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            more = found.get(key)
+            tokens += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    for token in tokens:
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            yield text
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty without one: whoever reads the tokenizer says what is wrong
+    with it.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _told(directory: Path, read: Callable[[Given], Result], given: Given) -> Result:

@@ -18,7 +18,7 @@ class ModelFacts:
         geometry: Sizes of the model, which fit each other.
         softcap: Scores of attention go through ``softcap * tanh(score / softcap)``; None for none.
         eos_token_ids: Ids that end an answer.
-        undecodable_ids: Ids that the tokenizer does not have.
+        undecodable_ids: Ids that the tokenizer does not have, and that end no answer.
         weights: Format of the weights, for people; None for `dtype`.
     """
 

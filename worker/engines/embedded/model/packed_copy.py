@@ -32,10 +32,14 @@ from worker.models.weight_files import StoredTensor
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the same checkpoint would be packed, or written, differently."""
 
-_SOURCES = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SOURCES = (
+    *("config.json", "generation_config.json", *_TOKENIZER),
+    *("*.safetensors", "*.safetensors.index.json"),
+)
 _CODES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -41,23 +41,27 @@ def weights_in(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Weigh
             yield name, tensor
 
 
-def read_weights(source: Path | memoryview) -> dict[str, Weight]:
+def read_weights(source: Path | memoryview, ignored: Collection[str] = ()) -> dict[str, Weight]:
     """The weights in a directory of safetensors files, in one such file, or in memory.
 
     Files are read, not mapped: a trainer may write to one, or cut it off, at any time.
+
+    Args:
+        source: The directory, the file, or the bytes.
+        ignored: Names of tensors that are left out, of whatever type they are.
 
     Raises:
         ModelFileError: a file is missing, damaged, or holds a tensor of a type of no weights.
     """
     if isinstance(source, memoryview):
-        return _weights_of("body", source)
+        return _weights_of("body", source, ignored)
     found: dict[str, Weight] = {}
     for path in _files(source):
         try:
             content = _content(path)
         except (OSError, ValueError) as error:
             raise ModelFileError(f"{path.name}: cannot be read: {error}") from None
-        for name, weight in _weights_of(path.name, content).items():
+        for name, weight in _weights_of(path.name, content, ignored).items():
             if name in found:
                 raise ModelFileError(f"{path.name}: tensor {name} is in another file, too")
             found[name] = weight
@@ -86,10 +90,12 @@ def _content(path: Path) -> memoryview:
     return content[:read]
 
 
-def _weights_of(file: str, content: memoryview) -> dict[str, Weight]:
+def _weights_of(file: str, content: memoryview, ignored: Collection[str]) -> dict[str, Weight]:
     tensors: dict[str, torch.Tensor] = {}
     header = content[: 8 + min(int.from_bytes(content[:8], "little"), MAX_HEADER_BYTES)]
     for name, (stored, (start, stop)) in header_of(io.BytesIO(header), len(content), file).items():
+        if name in ignored:
+            continue
         is_part = name.endswith((CODES, SCALES, OFFSETS))
         dtype = DTYPES.get(stored.dtype) or (_PARTS.get(stored.dtype) if is_part else None)
         if dtype is None:

@@ -8,9 +8,11 @@ there is no packed copy alone.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts
 from worker.engines.embedded.model.quantised_experts import OneWeight, join_experts, place_expert, place_stacked
 from worker.engines.embedded.model.stored_weights import Weight, weights_in
+from worker.engines.embedded.model.third_party_weights import changes_nothing
 from worker.engines.embedded.model.transformers_network import TransformersNetwork
 from worker.errors import StartupError, one_line
 from worker.models.architectures import CONVERTED
@@ -75,12 +78,13 @@ def facts_of(
     if isinstance(network, LlamaNetwork):  # config.json may say so of weights that differ
         geometry = replace(geometry, tie_word_embeddings=network.is_tied)
     vocab_size = geometry.vocab_size
+    ends = tuple(token for token in eos_token_ids(directory, settings) if 0 <= token < vocab_size)
     return ModelFacts(
         dtype=dtype,
         geometry=geometry,
         softcap=None if generic is None else generic.calls[0].softcap,
-        eos_token_ids=tuple(token for token in eos_token_ids(directory, settings) if 0 <= token < vocab_size),
-        undecodable_ids=undecodable_ids(directory, vocab_size),
+        eos_token_ids=ends,
+        undecodable_ids=tuple(token for token in undecodable_ids(directory, vocab_size) if token not in ends),
         weights=weights,
     )
 
@@ -186,6 +190,51 @@ def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) ->
     return network, list(report["unexpected_keys"])
 
 
+class TensorNames:
+    """The names of a checkpoint's tensors, as transformers' causal language model takes them.
+
+    Args:
+        config: Configuration from `checkpoint_gate.configuration`.
+        dtype: Data type of the model.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        maker: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            self._network = maker.from_config(config, dtype=dtype)
+        self._dtypes = {name: value.dtype for name, value in self._network.state_dict().items()}
+        self._modules = {name for name, _ in self._network.named_modules()}
+        self._renamings = _renamings(config.model_type)
+
+    def without_place(self, names: Iterable[str]) -> frozenset[str]:
+        """Those that the model has no place for, and that transformers' own loader says nothing of:
+        buffers of older versions, layers for drafts.
+        """
+        unknown = {name for name in names if self._place_of(name) not in self._dtypes and not self._is_expert(name)}
+        told = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
+        self._network._adjust_missing_and_unexpected_keys(told)
+        return frozenset(unknown - told.unexpected_keys)
+
+    def _place_of(self, name: str) -> str:
+        """The name of a tensor in the model, which a checkpoint may have without its prefix."""
+        renamed = _renamed_name(name, self._renamings)
+        return renamed if renamed in self._dtypes else f"{self._network.base_model_prefix}.{renamed}"
+
+    def _is_expert(self, name: str) -> bool:
+        """Whether it is of one expert of a mixture that the model has."""
+        mixture, found, _ = name.partition(".experts.")
+        return bool(found) and f"{mixture}.experts" in self._modules
+
+    def in_float32(self, names: Iterable[str]) -> frozenset[str]:
+        """Those that are held in float32 whatever the data type of the model is."""
+        patterns = [re.compile(pattern) for pattern in self._network._keep_in_fp32_modules_strict or ()]
+
+        def is_kept(place: str) -> bool:
+            return self._dtypes.get(place) == torch.float32 or any(pattern.search(place) for pattern in patterns)
+
+        return frozenset(name for name in names if is_kept(self._place_of(name)))
+
+
 class QuantisedCheckpoint:
     """A quantised checkpoint.
 
@@ -228,7 +277,7 @@ class QuantisedCheckpoint:
                 "(hidden_act, partial_rotary_factor) that is not served from a quantised checkpoint"
             )
         weights = _weights(WeightFiles(self._directory, is_quantised=True))
-        return filled_network(self._directory, config, dtype, weights, keeps_quantised)
+        return filled_network(self._directory, config, dtype, weights, keeps_quantised, changes_nothing)
 
 
 def filled_network(
@@ -288,13 +337,20 @@ def _compute_buffers(network: Any) -> None:
 
 def _renamed(model_type: str, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
     """Weights by the names of transformers' modules, as its own loader renames them."""
-    mapping: Any = get_checkpoint_conversion_mapping
-    found = mapping(model_type) or []
-    renamings = [each for each in found if isinstance(each, WeightRenaming)]
+    renamings = _renamings(model_type)
     for name, weight in weights:
-        for each in renamings:
-            name, _ = each.rename_source_key(name)
-        yield name, weight
+        yield _renamed_name(name, renamings), weight
+
+
+def _renamings(model_type: str) -> list[Any]:
+    mapping: Any = get_checkpoint_conversion_mapping
+    return [each for each in mapping(model_type) or [] if isinstance(each, WeightRenaming)]
+
+
+def _renamed_name(name: str, renamings: Iterable[Any]) -> str:
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
 
 
 def _fill(

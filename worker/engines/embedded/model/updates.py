@@ -35,10 +35,13 @@ class Updates(Protocol):
 
     Attributes:
         shapes: Shapes of the tensors that an update may have, by name.
+        ignored: Names of tensors of the checkpoint that the model has no place for, such as buffers
+            of older versions: an update may have them, too.
         is_beside: Whether a network may be made while another one computes.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    ignored: Collection[str]
     is_beside: bool
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
@@ -78,6 +81,8 @@ class PackedUpdates:
         geometry, packed = model.geometry, model.packed_weights()
         assert packed is not None, "native kernels compute all of it"
         self.shapes: Mapping[str, tuple[int, ...]] = {tensor.name: tensor.shape for tensor in geometry.tensors()}
+        layers = range(geometry.num_hidden_layers)
+        self.ignored: Collection[str] = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers}
         self._model = model
         self._without_values: LlamaWeights | None = None
         stored, self._formats = model.stored_format, dict[str, str]()
@@ -87,8 +92,13 @@ class PackedUpdates:
                 _tell(stored, f"rounded to {OTHER}")
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
-        """See `Updates.check`."""
+        """See `Updates.check`; as at a start, names may be those of a model without a head."""
+        if not any(name.startswith("model.") for name in weights):
+            weights = {self._whole(name): weight for name, weight in weights.items()}
         return check_given(weights, self.shapes, self._model.dtype, self._formats)
+
+    def _whole(self, name: str) -> str:
+        return f"model.{name}" if f"model.{name}" in self.shapes else name
 
     def network(self, given: Given) -> Network:
         """See `Updates.network`."""
@@ -120,15 +130,24 @@ class ReloadedUpdates:
     is_beside = False
 
     def __init__(self, config: EmbeddedConfig, model: HfModel) -> None:
+        from worker.engines.embedded.model import transformers_checkpoint as checkpoint
+        from worker.engines.embedded.model.checkpoint_gate import configuration
+
         directory = Path(config.model_path)
         settings = read_settings(directory)
+        found = configuration(directory)
+        self._optional = frozenset((HEAD,) if found.tie_word_embeddings else ())
+        names = checkpoint.TensorNames(found, model.dtype)
+        self.ignored: Collection[str] = ()
         third_party = quantization_of(settings)
         self._formats: dict[str, str] = {}
         self._dequantised: Collection[str] = ()
         self._transposed: Collection[str] = ()
         if format_of(settings) is None:
             files = WeightFiles(directory, quantization=third_party)
-            self.shapes: Mapping[str, tuple[int, ...]] = {name: files.tensors[name].shape for name in files.plain}
+            self.ignored = names.without_place(files.plain)
+            plain = [name for name in files.plain if name not in self.ignored]
+            self.shapes: Mapping[str, tuple[int, ...]] = {name: files.tensors[name].shape for name in plain}
             quantised = {} if files.third_party is None else files.third_party.weights
             self.shapes = {**self.shapes, **{name: weight.shape for name, weight in quantised.items()}}
             if model.stored_format is not None:
@@ -148,18 +167,20 @@ class ReloadedUpdates:
                 self._transposed = [name for name in self._formats if name + TRANSPOSED + CODES in tensors]
                 if model.stored_format not in FORMATS and OTHER in self._formats.values():
                     _tell(model.stored_format, f"rounded to {OTHER}")
+        self._in_float32 = names.in_float32(self.shapes)
         self._config, self._model = config, model
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
         """See `Updates.check`."""
-        given = check_given(weights, self.shapes, self._model.dtype, self._formats, self._transposed)
-        missing = sorted(set(self.shapes) - set(given.weights) - {HEAD})
+        dtype = self._model.dtype
+        given = check_given(weights, self.shapes, dtype, self._formats, self._transposed, self._in_float32)
+        missing = sorted(set(self.shapes) - set(given.weights) - self._optional)
         if missing:
             raise WeightsRefused(
                 f"tensor {missing[0]}: is missing; an update of a {self._model.geometry.model_type} model on "
                 f"{self._model.kernels} kernels must have every tensor of its checkpoint"
             )
-        name_of_dtype = str(self._model.dtype).removeprefix("torch.")
+        name_of_dtype = str(dtype).removeprefix("torch.")
         return replace(given, formats=dict.fromkeys(self._dequantised, name_of_dtype) | dict(given.formats))
 
     def network(self, given: Given) -> Network:

@@ -58,6 +58,7 @@ def check_given(
     dtype: torch.dtype,
     formats: Mapping[str, str] = MappingProxyType({}),
     transposed: Collection[str] = (),
+    in_float32: Collection[str] = (),
 ) -> Given:
     """The tensors of an update as the model holds them: rounded to `dtype`, or quantised.
 
@@ -68,6 +69,7 @@ def check_given(
         formats: Formats of tensors that the model's checkpoint has quantised; see
             `requantisation.formats_of`.
         transposed: Names of experts' weights that are transposed; see `StackedExperts`.
+        in_float32: Names of tensors that are float32 whatever `dtype` is.
 
     Raises:
         WeightsRefused: there are none; or one is not the model's, of another shape, or holds what
@@ -87,7 +89,8 @@ def check_given(
     names = sorted(weights, key=lambda name: -weights[name].nbytes)
 
     def check(name: str) -> tuple[Weight, str]:
-        return _checked(name, weights[name], dtype, formats.get(name), name in transposed)
+        held_in = torch.float32 if name in in_float32 else dtype
+        return _checked(name, weights[name], held_in, formats.get(name), name in transposed)
 
     checked = dict(zip(names, side_by_side(check, names), strict=True))
     rounded = {
@@ -131,7 +134,7 @@ def _checked(
         weight = weight.to(dtype)
     digest = sha256()  # which processors have instructions for
     for part in _parts(weight):
-        digest.update(part.contiguous().view(torch.uint8).numpy().data)
+        digest.update(part.reshape(-1).view(torch.uint8).numpy().data)  # may have no dimension
     return weight, digest.hexdigest()[:32]
 
 
@@ -280,7 +283,7 @@ class _Update:
             bias = self._vector(f"{layers[0]}.bias", bias)
         elif bias is not None:
             parts = zip(layers, torch.split(bias, self._qkv_rows), strict=True)
-            bias = torch.cat([self._vector(f"{name}.bias", part) for name, part in parts])
+            bias = torch.cat(_with_values([self._vector(f"{name}.bias", part) for name, part in parts]))
         return Projection(weight, bias)
 
     def _packed(self, names: Sequence[str], old: Projection, is_unrounded: bool) -> PackedWeight | PackedQuantised:
@@ -291,6 +294,7 @@ class _Update:
             self._given[name] if name in self._given else _rows(name, old.weight, end - count, end)
             for name, count, end in zip(names, rows, ends, strict=True)
         ]
+        _with_values([part for one in weights for part in _parts(one)])
         if isinstance(old.weight, PackedWeight):
             return self._dense(weights, old.weight)
         return self._quantised(names, weights, is_unrounded)
@@ -300,8 +304,6 @@ class _Update:
         dense = [one if isinstance(one, torch.Tensor) else one.dequantised().to(old.dtype) for one in weights]
         if any(len(one) % COLUMNS for one in dense[:-1]):
             dense = [torch.cat(dense)]
-        if any(one.is_meta for one in dense):
-            raise _incomplete()
         panels = self._slot(old.panels.shape, old.panels.dtype)
         sizes = [-(-len(one) // COLUMNS) for one in dense]
         for one, part in zip(dense, torch.split(panels, sizes), strict=True):
@@ -320,8 +322,6 @@ class _Update:
 
     def _panels(self, rows: torch.Tensor) -> torch.Tensor:
         """Panels of ``rows [N, n]`` in the next slot."""
-        if rows.is_meta:
-            raise _incomplete()
         panels = self._slot((-(-len(rows) // COLUMNS), rows.shape[1], COLUMNS), rows.dtype)
         self._jobs.append(partial(fill_panels, rows, panels, 1))
         return panels
@@ -351,6 +351,13 @@ class _Update:
 def _check_layout(slot: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     if tuple(slot.shape) != tuple(shape) or slot.dtype != dtype:
         raise WeightsRefused(f"a tensor is packed as {dtype} {list(shape)}, not as the model's")
+
+
+def _with_values(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same. Raises `WeightsRefused` if one of them has no values."""
+    if any(one.is_meta for one in tensors):
+        raise _incomplete()
+    return tensors
 
 
 def _incomplete() -> WeightsRefused:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ from worker.engines.weights import (
     WrongState,
     digest_of_update,
 )
-from worker.errors import EngineBroken, ServingError
+from worker.errors import EngineBroken, ServingError, StartupError
 from worker.models.problems import ModelFileError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class WeightControl:
         async with self._exclusive():
             if self._level:
                 raise WrongState("the engine sleeps; wake it first")
-            weights = [await asyncio.to_thread(_read, source)]
+            weights = [await asyncio.to_thread(_read, source, self._updates.ignored)]
             began_s = time.perf_counter()
             # popped, so that what was read is freed before the old weights are
             given = await asyncio.to_thread(in_own_thread, lambda: self._updates.check(weights.pop()))
@@ -187,14 +187,19 @@ class WeightControl:
         return await asyncio.to_thread(in_own_thread, lambda: self._updates.network(given))
 
     def _reloaded(self) -> Network | None:
-        """The network of the checkpoint; None if its files are others than at the start: tokens of
-        theirs would name the digest of the weights that were there then.
+        """The network of the checkpoint; None if its files cannot be read any more, or are others
+        than at the start: tokens of theirs would name the digest of the weights that were there
+        then.
         """
         config = self._config
-        network = reload_network(config, self._model)
-        if self._base.digest in ("", fingerprint_beside(config.model_path, config.packed_copy).result()):
-            return network
-        logger.warning("weights: the files in %s have changed since the start: an update must come", config.model_path)
+        try:
+            network = reload_network(config, self._model)
+            if self._base.digest in ("", fingerprint_beside(config.model_path, config.packed_copy).result()):
+                return network
+            reason = f"the files in {config.model_path} have changed since the start"
+        except StartupError as error:
+            reason = str(error)
+        logger.warning("weights: %s: an update must come", reason)
         return None
 
     def _change(self, stepper: Stepper, network: Network, version: WeightVersion) -> None:
@@ -254,14 +259,14 @@ def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
         WeightsRefused: the checkpoint cannot be read.
     """
     updates = updates_of(config, model)
-    weights = _read(Path(config.model_path))
+    weights = _read(Path(config.model_path), updates.ignored)
     given = updates.check({name: weight for name, weight in weights.items() if name in updates.shapes})
     return digest_of_update("", given.digests.items())
 
 
-def _read(source: Path | memoryview) -> Mapping[str, Weight]:
+def _read(source: Path | memoryview, ignored: Collection[str]) -> Mapping[str, Weight]:
     try:
-        return read_weights(source)
+        return read_weights(source, ignored)
     except ModelFileError as error:
         raise WeightsRefused(str(error)) from None
 

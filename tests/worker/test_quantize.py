@@ -1,0 +1,65 @@
+"""``python -m worker quantize``: what it writes is served as the checkpoint that it is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from served_checkpoint import load, logits
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from worker.models.chat_template import read_chat_template
+from worker.quantize import main
+from worker.tiny_model import write_tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+def test_tensors_without_a_place_are_no_obstacle(tmp_path: Path) -> None:
+    """Older checkpoints have the frequencies of RoPE for each layer."""
+    plain, older = (write_tiny_model(tmp_path / name) for name in ("plain", "older"))
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)}
+    save_file(load_file(older / WEIGHTS) | frequencies, older / WEIGHTS, metadata={"format": "pt"})
+    found = []
+    for source in (plain, older):
+        target = tmp_path / f"{source.name}-int8"
+        assert main([str(source), "--to", "int8", "--output", str(target)]) == 0
+        found.append(logits(load(target)))
+    assert torch.equal(*found)
+
+
+def test_names_of_a_model_without_a_head(tmp_path: Path) -> None:
+    plain, short = (write_tiny_model(tmp_path / name, arch="qwen3") for name in ("plain", "short"))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(short / WEIGHTS).items()}
+    save_file(tensors, short / WEIGHTS, metadata={"format": "pt"})
+    found = []
+    for source in (plain, short):
+        target = tmp_path / f"{source.name}-int8"
+        assert main([str(source), "--to", "int8", "--output", str(target)]) == 0
+        found.append(logits(load(target)))
+    assert torch.equal(*found)
+
+
+def test_all_chat_templates_are_kept(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    assert main([str(source), "--to", "int8", "--output", str(tmp_path / "int8")]) == 0
+    templates = [read_chat_template(path).template for path in (source, tmp_path / "int8")]
+    assert [sorted(each.sources) for each in templates if each is not None] == [["default", "tool_use"]] * 2
+
+
+def test_a_tokenizer_of_another_model_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    letters = {letter: 2000 + number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert main([str(source), "--to", "int8", "--report"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("worker quantize: error: prompts[0].")
