@@ -354,6 +354,22 @@ async def test_one_that_is_silent_for_too_long_is_taken_for_dead(monkeypatch: py
             await collect(engine, request())
 
 
+async def test_a_consumer_that_is_behind_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has ended the request, and nothing of it is to come; one that begins is not late."""
+    monkeypatch.setattr("worker.engines.vllm.engine.WATCH_S", 0.01)
+    async with running(VllmConfig(model_path="fake", step_timeout_s=0.4)) as (engine, llm):
+        stream = engine.generate(request(max_tokens=2))
+        assert (await anext(stream)).token_ids == greedy(1)
+        await asyncio.sleep(0.6)
+        llm.gate.clear()
+        params = SamplingParams(max_tokens=1)
+        answering = asyncio.create_task(collect(engine, EngineRequest("other", PROMPT, params)))
+        await asyncio.sleep(0.1)
+        llm.gate.set()
+        assert (await answering).finish_reason == "length"
+        assert [delta.token_ids async for delta in stream] == [greedy(2)[1:]]
+
+
 class _Deaf(FakeLlm):
     """Does not apply processors."""
 
