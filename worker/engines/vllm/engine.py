@@ -138,7 +138,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
         ends = tuple(sorted(facts.eos_token_ids))
-        self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
+        parallel, tokenizer_end = self.config.tensor_parallel_size > 1, self._llm.tokenizer.eos_token_id
+        self._served = Served(facts.vocab_size, ends, tokenizer_end, is_parallel=parallel)
         scheduler = self._llm.vllm_config.scheduler_config
         self._reports = CoreReports(self._llm, scheduler.max_num_seqs + self.config.max_queue)
         self._grammars = GrammarWaits(self._llm)
