@@ -168,8 +168,9 @@ async def test_a_migrated_request_goes_on_as_one() -> None:
     processors = [one(RepetitionPenalty, penalty=1.4), one(PresencePenalty, penalty=1.5)]
     async with running() as (engine, llm):
         whole = (await collect(engine, request(*processors, max_tokens=10, min_tokens=8))).token_ids
-        rest = await collect(engine, request(generated=whole[:4], max_tokens=10, **penalties))
+        rest = await collect(engine, request(generated=whole[:4], max_tokens=10, prompt_logprobs=1, **penalties))
     assert [*whole[:4], *rest.token_ids] == whole
+    assert rest.prompt_logprobs is None  # which came with the first of the tokens, as on the embedded engine
     assert rest.receipt is not None
     assert (rest.receipt.mode, rest.receipt.replayed) == ("migrated", 4)
     assert llm.params[-1].max_tokens == 6

@@ -221,13 +221,16 @@ def _sampling(params: SamplingParams, random: bool) -> dict[str, Any]:
 
 
 def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
-    """Fields beside the controls. All end tokens are stop tokens: vLLM then says which it was."""
+    """Fields beside the controls. All end tokens are stop tokens: vLLM then says which it was.
+
+    Log probabilities of the prompt came with the first token of the answer.
+    """
     return {
         "max_tokens": None if params.max_tokens is None else params.max_tokens - num_replayed,
         "stop_token_ids": sorted(ends),
         "ignore_eos": True,
         "logprobs": params.logprobs,
-        "prompt_logprobs": params.prompt_logprobs,
+        "prompt_logprobs": None if num_replayed else params.prompt_logprobs,
         "detokenize": False,
     }
 
