@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,16 +48,22 @@ class Indexed:
             prompt: The prompt, None where it is made of embeddings.
             output: The answer so far, a list that vLLM extends.
         """
-
         standing = [request.row for request in self.requests.values()]
         rows = rows_of(params)
+        left = [row for row in rows if row not in standing]
         fitting = [row for row in rows if row.output is output]
-        fitting = fitting or [row for row in rows if row.output == output and row not in standing]
+        fitting = fitting or [row for row in left if row.output == output]
+        fitting = fitting or [row for row in left if _goes_on(row, [*(prompt or []), *output])]
         row = only_row(fitting) or self._builder.new_row(params)
         if row is None:
             return None
         row.output = output
         return _Request(row, prompt or [], output)
+
+    def leave(self, indices: Iterable[int]) -> None:
+        """Drop the requests at some indices, before others join there."""
+        for index in indices:
+            self.requests.pop(index, None)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Apply the chains to ``logits`` (float32 ``[requests, V]``), in place."""
@@ -73,3 +80,11 @@ class Indexed:
                 end(logits, index, row)
         if standing:
             self._editor.apply(logits, standing)
+
+
+def _goes_on(row: Row, tokens: list[int]) -> bool:
+    """Whether a row was applied to all of a request's tokens but the newest: with asynchronous
+    scheduling vLLM does not write that one into the list of a request that it preempts. A row that
+    has failed is applied to none any more.
+    """
+    return row.fits(tokens) and (row.failed_at is not None or len(tokens) - row.num_known <= 1)

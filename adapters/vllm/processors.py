@@ -75,7 +75,9 @@ class Processors(BatchProcessor, SlotProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take the requests that joined, left or moved in the batch."""
+        """Take the requests that joined, left or moved in the batch; one may leave and join."""
+        if batch_update is not None:
+            self._indexed.leave([*batch_update.removed, *(index for index, *_ in batch_update.added)])
         process_dict_updates(self._indexed.requests, batch_update, self._indexed.new)
 
     # V2: slots

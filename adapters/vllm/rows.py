@@ -76,6 +76,15 @@ class Row:
         """Whether this row has been applied to the beginning of ``tokens``, prompt and answer."""
         return self.chain is not None and self.chain.tokens[: self.num_known] == list(tokens[: self.num_known])
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the newest token of the chain ends the answer."""
+        chain = self.chain
+        if chain is None or chain.position == chain.prompt_length:
+            return False
+        context = chain.context
+        return chain.tokens[-1] in context.end_token_ids or chain.position - chain.prompt_length == context.max_tokens
+
     def chain_after(self, prompt: Sequence[int]) -> ProcessorChain:
         """The chain; the first time it is waited for, and started after ``prompt``.
 
@@ -98,11 +107,14 @@ class Row:
     def fail(self, error: ProcessorFailed, *, after_draft: bool = False) -> None:
         """End the request's answer, and report why; the first failure counts.
 
+        None behind the answer's end does: with asynchronous scheduling vLLM has begun a step there
+        before it sees the end, and drops the token.
+
         Args:
             error: The failure.
             after_draft: Whether a draft precedes the position, which may not be accepted.
         """
-        if self.failed_at is None:
+        if self.failed_at is None and not self.has_ended:
             position = -1 if self.chain is None else self.chain.position
             self.failed_at = max(position, 0)
             self._provisional = REPORTS.failed(self._report, error.without_frames(), position)

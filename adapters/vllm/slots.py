@@ -162,7 +162,7 @@ class _Standing:
 
     def takes_draft(self, depth: int, logits: torch.Tensor) -> bool:
         """Move the chain to row ``depth``, if there is one and its draft can have been sampled."""
-        if self.row.failed_at is not None or depth == len(self.rows):
+        if self.row.failed_at is not None or self.row.has_ended or depth == len(self.rows):
             return False
         draft, context = self.rows[depth].fed, self.chain.context
         length = self.chain.position + 1 - self.chain.prompt_length

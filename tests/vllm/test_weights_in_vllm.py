@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine import close_shared, tiny
 from safetensors.torch import load_file, save, save_file
+from tiny_vision import PLACEHOLDER, data_url, picture, write_tiny_vision
+from transformers import PreTrainedTokenizerFast
 
 from worker.engines import EngineRequest
+from worker.engines.images import ImageInput, ImageSources
 from worker.engines.vllm import VllmConfig, VllmEngine
 from worker.engines.vllm.weights import VllmWeights
 from worker.engines.weights import NotSupported, WeightsRefused, WrongState
@@ -32,10 +36,11 @@ def collected() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(model: Path) -> AsyncIterator[VllmEngine]:
+async def running(model: Path, **more: Any) -> AsyncIterator[VllmEngine]:
     digest: Future[str] = Future()
     digest.set_result("of the checkpoint")
-    engine = VllmEngine(VllmConfig(model_path=str(model), options=OPTIONS, weight_updates=True), digest=lambda: digest)
+    config = VllmConfig(model_path=str(model), options=OPTIONS, weight_updates=True, **more)
+    engine = VllmEngine(config, digest=lambda: digest)
     await engine.start()
     try:
         yield engine
@@ -129,3 +134,33 @@ async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Pa
         assert after.tokens == expected.tokens != before.tokens
         behind = await ask(fresh, "behind", 16, kept.tokens[:first])
         assert behind.tokens == kept.tokens[first : first + 16]
+
+
+@pytest.mark.campaign
+async def test_a_picture_is_seen_with_the_new_weights(tmp_path: Path) -> None:
+    """Its features are those of the old ones, or gone, in a cache of vLLM's own."""
+    close_shared()
+    model = write_tiny_vision(tmp_path / "model")
+    prompt = PreTrainedTokenizerFast.from_pretrained(model).encode(f"{PLACEHOLDER}What is it?")
+    image = ImageInput("image", data_url(picture((255, 0, 0))))
+
+    async def see(engine: VllmEngine, name: str, count: int = 12, found: list[int] | None = None) -> list[int]:
+        found, params = [] if found is None else found, SamplingParams(max_tokens=count, ignore_eos=True)
+        async for delta in engine.generate(EngineRequest(name, prompt, params, images=(image,))):
+            found += delta.token_ids
+        return found
+
+    file = model / "model.safetensors"
+    new = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in load_file(file).items()}
+    async with running(model, images=ImageSources()) as engine:
+        before = await see(engine, "before")
+        kept: list[int] = []
+        under_way = asyncio.create_task(see(engine, "kept", 300, kept))
+        while len(kept) < 5:
+            await asyncio.sleep(0.001)
+        await weights_of(engine).update_weights(memoryview(save(new)), None, "keep")
+        after = await see(engine, "after")
+        assert len(await under_way) == 300
+    save_file(new, file, {"format": "pt"})
+    async with running(model, images=ImageSources()) as fresh:
+        assert after == await see(fresh, "expected") != before

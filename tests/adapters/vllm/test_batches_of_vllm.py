@@ -26,7 +26,7 @@ from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import chain_of, read
-from adapters.vllm.rows import Builder, Row, RowEditor
+from adapters.vllm.rows import Builder, Row, RowEditor, rows_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 from builtin_examples import EMBEDDED_ONLY, EXAMPLES
@@ -203,9 +203,9 @@ def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type) -> None
     requests = [Request(number, params[number % 2], [5, 6]) for number in range(4)]
     answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
     if runner is SecondRunner:
-        SecondRunner(model, random.Random(3), 4, lambda request: answers[request.number].tokens).run(requests)
+        SecondRunner(model, random.Random(4), 4, lambda request: answers[request.number].tokens).run(requests)
     else:
-        FirstRunner(model, random.Random(3), 4).run(requests)
+        FirstRunner(model, random.Random(4), 4).run(requests)
     check_equal(requests, answers)
     end_id = min(kit_vocabulary().eos_token_ids)
     stayed = [each for each in requests if not each.is_aborted]
@@ -213,6 +213,51 @@ def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type) -> None
     for each in stayed:
         failed = each.params is params[0]
         assert (each.tokens[4:] == [end_id] * len(each.tokens[4:])) == failed
+
+
+BEHIND: dict[str, list[dict[str, Any]]] = {
+    "no token is left": [
+        {"name": "forced_sequence", "args": {"token_ids": [40, 41]}},
+        {"name": "no_repeat_ngram", "args": {"n": 1}},
+    ],
+    "raises after a draft": [{"name": "logit_bias", "args": {"bias": {"0": 100.0}}}, {"name": "acme/raises"}],
+}
+
+
+@pytest.mark.parametrize("what", BEHIND)
+@pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
+def test_a_step_behind_the_end_is_no_failure(runner: type, what: str) -> None:
+    """The end token must not come again, nor another one; or a processor fails at what comes."""
+    REPORTS.take_failures()
+    model, num_behind = MODELS[runner], 0
+    for seed in range(8):
+        params = Params(temperature=0.0, extra_args=selected(*BEHIND[what]))
+        requests = [Request(number, params, [5, 6]) for number in range(4)]
+        if runner is SecondRunner:
+            SecondRunner(model, random.Random(seed), 3, lambda request: request.prompt).run(requests)
+        else:
+            FirstRunner(model, random.Random(seed), 3).run(requests)
+        num_behind += sum(each.num_behind for each in requests)
+        assert all(each.has_ended for each in requests if not each.is_aborted)
+    assert num_behind
+    assert REPORTS.take_failures() == []
+
+
+def test_a_preempted_request_keeps_its_receipt() -> None:
+    """With asynchronous scheduling too, which leaves the newest token out of its list."""
+    model = MODELS[FirstRunner]
+    counts = set()
+    for seed in range(40):
+        banned = {"name": "banned_tokens", "args": {"token_ids": [9]}}
+        request = Request(0, Params(temperature=0.0, ignore_eos=True, extra_args=selected(banned)), [5, 6])
+        runner = FirstRunner(model, random.Random(seed), 1)
+        runner.run([request])
+        if not request.is_aborted and runner.num_preempted:
+            (row,) = rows_of(request.params)
+            assert row.chain is not None
+            (record,) = row.chain.receipt.records
+            counts.add(record.steps_active)
+    assert counts == {15}  # no step shows the last token
 
 
 @pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 1.0}, {"seed": 3}])

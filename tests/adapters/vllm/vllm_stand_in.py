@@ -144,6 +144,7 @@ class Request:
         tokens: Prompt and answer.
         rows: Logits of which the tokens of the answer were taken.
         is_aborted: Whether the client has left.
+        num_behind: Steps behind its end, which vLLM had begun by then.
     """
 
     number: int
@@ -152,6 +153,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
     is_aborted: bool = False
+    num_behind: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -168,11 +170,21 @@ class Request:
         return not self.has_ended
 
     @property
+    def is_full(self) -> bool:
+        """Whether it has as many tokens as it may, which vLLM foresees."""
+        return len(self.tokens) - len(self.prompt) == self.params.max_tokens
+
+    @property
     def has_ended(self) -> bool:
         length = len(self.tokens) - len(self.prompt)
-        return length == self.params.max_tokens or (
+        return self.is_full or (
             length > 0 and self.tokens[-1] in kit_vocabulary().eos_token_ids and not self.params.ignore_eos
         )
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it is over, and no step behind its end is under way."""
+        return self.is_aborted or (self.has_ended and (self.is_full or self.num_behind > 0))
 
 
 def sampled(row: torch.Tensor) -> int:
@@ -221,6 +233,8 @@ def _apply(chain: ProcessorChain, row: torch.Tensor) -> None:
 class SecondRunner:
     """Model runner V2: slots, rows in any order, chunks, drafts, preemption, aborts, by a dice.
 
+    With asynchronous scheduling a request has one more step behind its end.
+
     Args:
         model: The served model.
         dice: Decides what happens.
@@ -251,6 +265,7 @@ class SecondRunner:
             buffer(num_slots),
         )
         self.slots = Slots(self.states, Builder(model), RowEditor(model.never_ids))
+        self._is_async = dice.random() < 0.5
         self._running: dict[int, Request] = {}
         self._computed: dict[int, int] = {}
         self._free = list(range(num_slots))
@@ -262,6 +277,8 @@ class SecondRunner:
         while waiting or self._running:
             for slot in list(self._running):
                 fate = self._dice.random()
+                if self._running[slot].has_ended:
+                    continue
                 if fate < 0.03:
                     self._leave(slot).is_aborted = True
                     self.num_aborted += 1
@@ -344,11 +361,16 @@ class SecondRunner:
         if self._computed[slot] < prefilled:
             self.num_chunks += 1
             return
+        if request.has_ended:
+            request.num_behind += 1
+            self._leave(slot)
+            return
         for number, row in enumerate(rows):
             token_id = sampled(row)
             self.states.all_token_ids.gpu[slot, len(request.tokens)] = token_id
             if not request.take(token_id, row):
-                self._leave(slot)
+                if request.is_full or not self._is_async:
+                    self._leave(slot)
                 return
             if number < len(drafts) and drafts[number] != token_id:
                 self.num_rejected += 1
@@ -359,7 +381,8 @@ class SecondRunner:
 class FirstRunner:
     """Model runner V1: a persistent batch that is condensed and reordered, by a dice.
 
-    With asynchronous scheduling the newest token is -1 until the logits are there.
+    With asynchronous scheduling the newest token is -1 until the logits are there, and for ever in
+    the list of a request that is preempted before; and a request has one more step behind its end.
 
     Args:
         model: The served model.
@@ -387,20 +410,26 @@ class FirstRunner:
         """As vLLM's ``BatchUpdateBuilder``, ``condense`` and a reordering do."""
         rows: list[tuple[Request, list[int]] | None] = []
         removed, preempted = [], []
+        is_reset = self._dice.random() < 0.05  # of the prefix cache: all are preempted, and resumed at once
         for index, (request, output) in enumerate(self._batch):
-            is_preempted = not request.has_ended and self._dice.random() < 0.1
+            is_preempted = not request.has_ended and (self._dice.random() < 0.1 or is_reset)
+            has_left = request.has_left if self._is_async else request.has_ended
             if not is_preempted and self._dice.random() < 0.03:
                 request.is_aborted = True
                 self.num_aborted += 1
-            if is_preempted:  # resumed with the same list, or with an equal one
-                self._show()
-                preempted.append((request, output if self._dice.random() < 0.5 else list(output)))
-            if is_preempted or request.has_ended or request.is_aborted:
+            if is_preempted:  # resumed with the same list, with an equal one, or with the token that was not shown
+                is_same = not self._is_async and self._dice.random() < 0.5
+                preempted.append((request, output if is_same else request.tokens[len(request.prompt) :]))
+                self._unshown = [each for each in self._unshown if each[0] is not output]
+            if is_preempted or has_left or request.is_aborted:
                 removed.append(index)
                 rows.append(None)
             else:
                 rows.append((request, output))
         removed.sort(reverse=True)
+        self.num_preempted += len(preempted)
+        if is_reset:
+            waiting[:0], preempted = preempted, []
         added, moved = [], []
         while waiting and sum(row is not None for row in rows) < self._num_rows and self._dice.random() < 0.8:
             request, output = waiting.pop(0)
@@ -412,7 +441,6 @@ class FirstRunner:
                 rows.append((request, output))
             added.append((index, request.params, request.prompt, output))
         waiting[:0] = preempted
-        self.num_preempted += len(preempted)
         last = len(rows) - 1
         while removed:
             while last in removed:
@@ -432,8 +460,9 @@ class FirstRunner:
         self._process(added, removed, moved)
 
     def _process(self, added: list[Any], removed: list[int], moved: list[tuple[int, int, bool]]) -> None:
-        """As vLLM's ``process_dict_updates``."""
+        """As `Processors.update_state` with vLLM's ``process_dict_updates``."""
         entries = self.indexed.requests
+        self.indexed.leave([*removed, *(index for index, *_ in added)])
         for index, params, prompt, output in added:
             if (new := self.indexed.new(params, prompt, output)) is not None:
                 entries[index] = new
@@ -459,7 +488,9 @@ class FirstRunner:
         self._show()
         self.indexed.apply(logits)
         for (request, output), chunk, row in zip(self._batch, is_chunk, logits, strict=True):
-            if not chunk:
+            if request.has_ended:
+                request.num_behind += 1
+            elif not chunk:
                 token_id = sampled(row)
                 output.append(-1 if self._is_async else token_id)
                 self._unshown.append((output, token_id))

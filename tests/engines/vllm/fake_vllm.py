@@ -104,6 +104,7 @@ class FakeLlm:
     """
 
     vllm_config = CONFIG
+    tokenizer = SimpleNamespace(eos_token_id=EOS)
 
     def __init__(self) -> None:
         self.prompts: list[Mapping[str, Any]] = []

@@ -25,6 +25,7 @@ from worker.engines.vllm.package import read_package
 from worker.engines.vllm.params import (
     EARLY,
     LEAST_TEMPERATURE,
+    MOST_KEPT_AWAY,
     MOST_TEMPERATURE,
     REFUSED,
     SAMPLER,
@@ -206,6 +207,36 @@ def test_where_a_control_runs(asked: dict[str, Any], expected: dict[str, Any], p
     if processors:
         assert not set(made.fields) & EARLY
     assert made.fields["ignore_eos"] is True  # every end token is named
+
+
+@settings(max_examples=examples(50))
+@given(
+    st.lists(st.integers(0, 63), max_size=3, unique=True),
+    st.sampled_from([None, 1, 5]),
+    st.sets(st.integers(0, 63), max_size=4),
+    st.booleans(),
+)
+def test_min_tokens_keeps_the_ends_of_the_answer_away(
+    model_ends: list[int], tokenizer_end: int | None, stops: set[int], ignore_eos: bool
+) -> None:
+    """vLLM's keeps the end tokens of model and tokenizer away, too, whatever ends the answer."""
+    served = Served(64, tuple(model_ends), tokenizer_end)
+    asked = SamplingParams(min_tokens=3, stop_token_ids=sorted(stops), ignore_eos=ignore_eos)
+    made = native_request(EngineRequest("r", PROMPT, asked), served)
+    if made.chain is None:
+        others = {*model_ends, *([] if tokenizer_end is None else [tokenizer_end])}
+        assert made.fields["min_tokens"] == 3
+        assert {*made.fields["stop_token_ids"], *others} == made.end_token_ids
+    else:
+        assert "min_tokens" not in made.fields
+        assert members(made) == ["min_tokens"]
+
+
+@pytest.mark.parametrize(("count", "processors"), [(MOST_KEPT_AWAY, []), (MOST_KEPT_AWAY + 1, ["min_tokens"])])
+def test_stop_tokens_beyond_vllms_most_are_ours_to_keep(count: int, processors: list[str]) -> None:
+    """Its second model runner has no room for them, and ends with all requests."""
+    assert members(native(min_tokens=3, stop_token_ids=list(range(count)))) == processors
+    assert members(native(stop_token_ids=list(range(count)))) == []
 
 
 @settings(max_examples=examples(200))

@@ -168,8 +168,9 @@ async def test_a_migrated_request_goes_on_as_one() -> None:
     processors = [one(RepetitionPenalty, penalty=1.4), one(PresencePenalty, penalty=1.5)]
     async with running() as (engine, llm):
         whole = (await collect(engine, request(*processors, max_tokens=10, min_tokens=8))).token_ids
-        rest = await collect(engine, request(generated=whole[:4], max_tokens=10, **penalties))
+        rest = await collect(engine, request(generated=whole[:4], max_tokens=10, prompt_logprobs=1, **penalties))
     assert [*whole[:4], *rest.token_ids] == whole
+    assert rest.prompt_logprobs is None  # which came with the first of the tokens, as on the embedded engine
     assert rest.receipt is not None
     assert (rest.receipt.mode, rest.receipt.replayed) == ("migrated", 4)
     assert llm.params[-1].max_tokens == 6
@@ -352,6 +353,22 @@ async def test_one_that_is_silent_for_too_long_is_taken_for_dead(monkeypatch: py
         llm.gate.clear()
         with pytest.raises(EngineBroken, match=r"no output for 0\.05 s"):
             await collect(engine, request())
+
+
+async def test_a_consumer_that_is_behind_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has ended the request, and nothing of it is to come; one that begins is not late."""
+    monkeypatch.setattr("worker.engines.vllm.engine.WATCH_S", 0.01)
+    async with running(VllmConfig(model_path="fake", step_timeout_s=0.4)) as (engine, llm):
+        stream = engine.generate(request(max_tokens=2))
+        assert (await anext(stream)).token_ids == greedy(1)
+        await asyncio.sleep(0.6)
+        llm.gate.clear()
+        params = SamplingParams(max_tokens=1)
+        answering = asyncio.create_task(collect(engine, EngineRequest("other", PROMPT, params)))
+        await asyncio.sleep(0.1)
+        llm.gate.set()
+        assert (await answering).finish_reason == "length"
+        assert [delta.token_ids async for delta in stream] == [greedy(2)[1:]]
 
 
 class _Deaf(FakeLlm):

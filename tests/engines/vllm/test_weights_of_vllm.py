@@ -43,7 +43,11 @@ class Llm:
         self.loaded = load_file(args[0])
         return [None]
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_encoder_cache(self) -> None:
+        self.asked.append("reset encoder")
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        assert reset_connector  # else offloaded KV stays
         self.asked.append(f"reset {reset_running_requests}")
         return reset_running_requests or not self.holds_kv
 
@@ -53,7 +57,7 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model")
 
 
-UPDATE = ["load_weights_from", "reset True"]
+UPDATE = ["load_weights_from", "reset True", "reset encoder"]
 ORDERS: list[tuple[PauseMode, list[str]]] = [
     ("keep", ["pause keep", *UPDATE, "resume"]),
     ("finish", ["pause wait", *UPDATE, "resume"]),
@@ -158,6 +162,7 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
         await weights.update_weights(model, None, "keep")
     assert broken == ["an update of vLLM's weights failed: a rank has no memory"]
     assert weights.weight_version.number == 0
+    assert llm.asked == ["pause keep", "load_weights_from"]  # nothing is computed with what is half loaded
 
 
 async def test_a_cache_that_vllm_keeps_is_not_flushed(model: Path) -> None:

@@ -138,7 +138,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             raise StartupError(f"vLLM {package.version}: {one_line(error)}") from error
         facts = ModelFacts.of(self._llm.vllm_config)
         ends = tuple(sorted(facts.eos_token_ids))
-        self._served = Served(facts.vocab_size, ends, is_parallel=self.config.tensor_parallel_size > 1)
+        parallel, tokenizer_end = self.config.tensor_parallel_size > 1, self._llm.tokenizer.eos_token_id
+        self._served = Served(facts.vocab_size, ends, tokenizer_end, is_parallel=parallel)
         scheduler = self._llm.vllm_config.scheduler_config
         self._reports = CoreReports(self._llm, scheduler.max_num_seqs + self.config.max_queue)
         self._grammars = GrammarWaits(self._llm)
@@ -199,11 +200,15 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             raise InvalidRequest(KV_TRANSFER_FIELD, "this is an aggregated worker")
         if running.pulls is None:  # else its KV waits at a prefill worker
             check_queue(len(self._requests), self._info.max_num_seqs, self.config.max_queue)
-        if not len(self._requests):
+        if not self._awaits_outputs():
             self._heard_s = asyncio.get_running_loop().time()
         self._requests.add(running)
         running.task = asyncio.create_task(self._run(running, request, native))
         return running
+
+    def _awaits_outputs(self) -> bool:
+        """Whether a request has not ended in vLLM; of one that has, a consumer may be behind."""
+        return any(each.task is not None and not each.task.done() for each in self._requests.unfinished)
 
     def _adapter_digest(self, request: EngineRequest) -> str | None:
         assert self._info is not None
@@ -408,7 +413,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             self._heard_s += max(0.0, looked_s - before_s - 2 * WATCH_S)  # this process was stopped: nothing was heard
             if self.weights is not None and self.weights.is_busy:
                 self._heard_s = loop.time()
-            elif len(self._requests) and loop.time() - self._heard_s > self.config.step_timeout_s:
+            elif loop.time() - self._heard_s > self.config.step_timeout_s and self._awaits_outputs():
                 self._break(f"vLLM has had no output for {self.config.step_timeout_s:g} s")
                 return
             await asyncio.sleep(WATCH_S)

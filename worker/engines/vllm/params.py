@@ -44,6 +44,11 @@ LEAST_TEMPERATURE = 0.01
 MOST_TEMPERATURE = 2.0
 """vLLM refuses temperatures above."""
 
+MOST_KEPT_AWAY = 128
+"""Stop tokens that ``min_tokens`` of vLLM's second model runner has room for; at more its engine
+ends.
+"""
+
 
 class Shipped(NamedTuple):
     """A chain as a request's parameters carry it into the engine's process.
@@ -66,14 +71,26 @@ class Served:
     Attributes:
         vocab_size: Width of a row of logits.
         eos_token_ids: Ids that end an answer unless ``ignore_eos``.
+        tokenizer_end: The tokenizer's own end token, None if it has none.
         is_parallel: Whether several processes apply the same chain: their clocks differ.
         native: Controls that vLLM applies with the worker's own meaning; others run in the chain.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    tokenizer_end: int | None = None
     is_parallel: bool = False
     native: frozenset[str] = EARLY | SAMPLER
+
+    def native_with(self, ends: frozenset[int]) -> frozenset[str]:
+        """Names of the controls that vLLM applies, as the worker means them, to an answer that
+        these ids end.
+
+        Its ``min_tokens`` keeps the end tokens of model and tokenizer away too, whether or not they
+        end the answer.
+        """
+        others = {*self.eos_token_ids, self.tokenizer_end} - {None}
+        return self.native if others <= ends and len(ends) <= MOST_KEPT_AWAY else self.native - {"min_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +129,13 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
     is_drawn = random and params.seed is not None
     is_beyond = random and bool(params.temperature) and not _is_vllms(params.temperature)
     fields = _fields(params, ends, len(generated))
-    if chain is None and not generated and not is_drawn and not is_beyond and _is_native(params, served.native):
+    if (
+        chain is None
+        and not generated
+        and not is_drawn
+        and not is_beyond
+        and _is_native(params, served.native_with(ends))
+    ):
         return NativeRequest(fields | _native(params, random), ends)
     if chain is not None:
         begin(chain, request)
@@ -175,13 +198,9 @@ def _is_vllms(temperature: float | None) -> bool:
 
 
 def _is_native(params: SamplingParams, known: frozenset[str]) -> bool:
-    """Whether vLLM applies all that is asked for. Its ``min_tokens`` keeps the model's end tokens
-    away with ``ignore_eos`` too.
-    """
+    """Whether vLLM applies all that is asked for."""
     if params.logits_processors or params.embedding_bias is not None:
         return False
-    if params.ignore_eos:
-        known -= {"min_tokens"}
     return all(
         one.name in known for one in processor_controls(type(params)) if one.refused is None and one.is_active(params)
     )
@@ -202,13 +221,16 @@ def _sampling(params: SamplingParams, random: bool) -> dict[str, Any]:
 
 
 def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> dict[str, Any]:
-    """Fields beside the controls. All end tokens are stop tokens: vLLM then says which it was."""
+    """Fields beside the controls. All end tokens are stop tokens: vLLM then says which it was.
+
+    Log probabilities of the prompt came with the first token of the answer.
+    """
     return {
         "max_tokens": None if params.max_tokens is None else params.max_tokens - num_replayed,
         "stop_token_ids": sorted(ends),
         "ignore_eos": True,
         "logprobs": params.logprobs,
-        "prompt_logprobs": params.prompt_logprobs,
+        "prompt_logprobs": None if num_replayed else params.prompt_logprobs,
         "detokenize": False,
     }
 

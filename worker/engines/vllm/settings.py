@@ -74,6 +74,7 @@ _SPECULATION = "vLLM does not call this interface of logits processors with draf
 _DISAGGREGATION = "the worker drives vLLM's NixlConnector itself (--disaggregation-mode)"
 _ONE_ENGINE = "a worker drives one engine; start several workers behind the router"
 _CONTROLS = "it changes tokens behind the request's own controls"
+_TOKENIZER = "logits processors need the tokenizer"
 _TRUST = "trust_remote_code"
 _ANSWERS = "this worker generates answers from token ids"
 
@@ -87,7 +88,8 @@ REFUSED = {
     "tokenizer": "the tokenizer is the checkpoint's own",
     "tokenizer_mode": "the tokenizer is the checkpoint's own",
     "tokenizer_revision": "the tokenizer is the checkpoint's own",
-    "skip_tokenizer_init": "logits processors need the tokenizer",
+    "skip_tokenizer_init": _TOKENIZER,
+    "tokens_only": _TOKENIZER,
     "logprobs_mode": "the worker reports raw log probabilities",
     "max_logprobs": f"the worker serves up to {MAX_LOGPROBS}",
     "scheduling_policy": "requests have priorities",

@@ -114,12 +114,10 @@ class VllmWeights:
                 version = WeightVersion(number, str(number) if name is None else name, digest, name is not None)
                 if not self._is_paused:
                     await self._hold(mode)
-                try:
-                    await self._load(directory)
-                    self._version = version
-                finally:
-                    if not self._is_paused:
-                        await self._llm.resume_generation()
+                await self._load(directory)
+                self._version = version
+                if not self._is_paused:
+                    await self._llm.resume_generation()
             seconds = time.perf_counter() - began_s
             logger.info("weights: version %s, update %d, in %.2f s", version.name, number, seconds)
             return Updated(version, len(digests), seconds)
@@ -148,7 +146,7 @@ class VllmWeights:
 
     async def flush_cache(self) -> None:
         """See `UpdatesWeights.flush_cache`; vLLM drops nothing while a request holds KV."""
-        if not await self._llm.reset_prefix_cache():
+        if not await self._llm.reset_prefix_cache(reset_connector=True):
             raise WrongState("vLLM keeps its prefix cache while requests hold KV; flush it once they have ended")
 
     async def sleep(self, level: int) -> None:
@@ -168,11 +166,14 @@ class VllmWeights:
         await self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False)
 
     async def _load(self, directory: Path) -> None:
-        """Let every process of vLLM load the weights, and drop the KV of the old ones."""
+        """Let every process of vLLM load the weights, and drop what the old ones computed: KV, that
+        of a connector too, and features of pictures, of which the processes have dropped theirs.
+        """
         try:
             await self._llm.collective_rpc("load_weights_from", args=(str(directory / SINGLE),))
-            if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            if not await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise RuntimeError("vLLM keeps its prefix cache")
+            await self._llm.reset_encoder_cache()
         except Exception as error:  # weights of two versions, perhaps: nothing may be computed with them
             reason = f"an update of vLLM's weights failed: {one_line(error)}"
             self._break_down(reason)
