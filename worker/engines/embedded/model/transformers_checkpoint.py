@@ -207,8 +207,8 @@ class TensorNames:
         self._renamings = _renamings(config.model_type)
 
     def without_place(self, names: Iterable[str]) -> frozenset[str]:
-        """Those that the model has no place for, and that transformers' own loader says nothing of:
-        buffers of older versions, layers for drafts.
+        """Names of tensors that the model has no place for, and of which transformers' own loader
+        says nothing: buffers of older versions, layers for drafts.
         """
         unknown = {name for name in names if self._place_of(name) not in self._dtypes and not self._is_expert(name)}
         told = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
@@ -226,7 +226,7 @@ class TensorNames:
         return bool(found) and f"{mixture}.experts" in self._modules
 
     def in_float32(self, names: Iterable[str]) -> frozenset[str]:
-        """Those that are held in float32 whatever the data type of the model is."""
+        """Names of tensors that are held in float32 whatever the data type of the model is."""
         patterns = [re.compile(pattern) for pattern in self._network._keep_in_fp32_modules_strict or ()]
 
         def is_kept(place: str) -> bool:
