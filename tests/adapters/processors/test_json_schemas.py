@@ -23,7 +23,8 @@ from test_grammar import END, WIDTH, ByteTokenizer, ByteVocabulary
 
 from adapters.contract import ArgumentError
 from adapters.grammars.json_schema import SchemaRefused, lark_grammar
-from adapters.grammars.json_schema.ecma import PatternError, searched
+from adapters.grammars.json_schema.ecma import searched
+from adapters.grammars.json_schema.ecma_characters import PatternError
 from adapters.grammars.json_schema.formats import format_language
 from adapters.grammars.json_schema.patterns import is_empty, matches
 from adapters.processors.grammar import Grammar, JsonSchema
