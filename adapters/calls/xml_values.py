@@ -1,8 +1,9 @@
 """Arguments between tags, as Qwen3-Coder and GLM write them: text for strings, JSON for all else.
 
-A value never holds the tag behind it. Where a schema allows strings beside other types, the text is
-that of another type if it can be, and a string otherwise; a string that would be read as something
-else cannot be written, so that what was written is always known.
+A string never holds the tag behind it; a text within an array or an object may. Where a schema
+allows strings beside other types, the text is that of another type if it can be, and a string
+otherwise; a string that would be read as something else cannot be written, so that what was written
+is always known.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Tags(NamedTuple):
     Attributes:
         open: Text before the key.
         opened: Text between the key and the value.
-        stop: Text behind the value, which no value holds.
+        stop: Text behind the value, which no string holds.
         rest: Text behind `stop`.
     """
 

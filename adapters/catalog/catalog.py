@@ -16,6 +16,7 @@ from adapters.catalog.loading import CatalogError, check_entry, entry_of_option,
 from adapters.catalog.selection import VERSION, Requested, Selection, SelectionError, shown
 from adapters.chain import ProcessorChain
 from adapters.contract import Context, Processor, Scope, Stage
+from adapters.grammars.json_schema import MAX_WORK_OF_ALL, limited
 from adapters.processors import BUILTINS
 from adapters.processors.grammar import GrammarProcessor
 
@@ -191,9 +192,10 @@ class Catalog:
         A schema may be a megabyte: call it in a thread.
 
         Raises:
-            SelectionError: as `build_chain`.
+            SelectionError: as `build_chain`, or the schemas are too complex together.
         """
-        found = (self.find(requested).grammar(requested, context) for requested in selection.processors)
+        with limited(MAX_WORK_OF_ALL):
+            found = [self.find(requested).grammar(requested, context) for requested in selection.processors]
         return [each for each in found if each is not None]
 
 

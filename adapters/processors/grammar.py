@@ -12,6 +12,7 @@ import pickle
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextvars import Context as ContextVars
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -40,6 +41,7 @@ from adapters.grammars.json_schema import (
     MAX_WORK_OF_ALL,
     SchemaRefused,
     arguments_grammar,
+    count_cases,
     lark_grammar,
     limited,
     literal,
@@ -316,11 +318,16 @@ class JsonSchema(GrammarProcessor):
 
 
 def _kept_grammar(schema: str, compact: bool) -> str:
-    """The grammar of a schema's text, which many requests send; kept unless it is large."""
+    """The grammar of a schema's text, which many requests send; kept unless it is large.
+
+    The work for it counts whether it was kept or not: a request is refused each time, or never.
+    """
     try:
-        return _small_grammar(schema, compact)
+        found, work = _small_grammar(schema, compact)
     except _Large as large:
-        return large.grammar
+        found, work = large.grammar, large.work
+    count_cases(work)
+    return found
 
 
 class _Large(Exception):
@@ -328,20 +335,26 @@ class _Large(Exception):
 
     Args:
         grammar: The grammar.
+        work: Work for it.
     """
 
-    def __init__(self, grammar: str) -> None:
+    def __init__(self, grammar: str, work: int) -> None:
         super().__init__()
-        self.grammar = grammar
+        self.grammar, self.work = grammar, work
 
 
 @lru_cache(256)  # which keeps nothing of a call that raises
-def _small_grammar(schema: str, compact: bool) -> str:
-    """The grammar of a schema's text. Raises `_Large`."""
-    found = as_grammar(lark_grammar(json.loads(schema), compact=compact))
+def _small_grammar(schema: str, compact: bool) -> tuple[str, int]:
+    """The grammar of a schema's text, and the work for it. Raises `_Large`."""
+    return ContextVars().run(_grammar_and_work, schema, compact)  # whatever is left of a limit outside
+
+
+def _grammar_and_work(schema: str, compact: bool) -> tuple[str, int]:
+    with limited(MAX_WORK_OF_ALL) as work_done:
+        found = as_grammar(lark_grammar(json.loads(schema), compact=compact))
     if len(found) > MAX_KEPT_GRAMMAR:
-        raise _Large(found)
-    return found
+        raise _Large(found, work_done())
+    return found, work_done()
 
 
 def arguments_of_call(schema: Any, notation: Literal["python", "keywords"] | TagNotation) -> str:

@@ -205,7 +205,8 @@ def _closed(schema: Any) -> Any:
     if isinstance(named, dict):
         closed["properties"] = {name: _closed(each) for name, each in named.items()}
         required = schema.get("required", [])
-        if not _OPEN & schema.keys() and isinstance(required, list) and set(required) <= named.keys():
+        is_named = isinstance(required, list) and all(isinstance(one, str) and one in named for one in required)
+        if is_named and not _OPEN & schema.keys():
             closed["additionalProperties"] = False
     if isinstance(schema.get("items"), dict):
         closed["items"] = _closed(schema["items"])

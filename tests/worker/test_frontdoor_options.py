@@ -112,6 +112,18 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }} Write functools[...]{% endif %}" + PLAIN
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("token", ["<tool_call>", "</tool_call>", "<|im_end|>"])
+def test_marks_of_calls_may_be_special_tokens(tmp_path: Path, token: str, special: bool) -> None:
+    """In some models of a format; the frontend leaves them out unless it is asked for them."""
+    path = model(tmp_path / "model", PLAIN)
+    tokens = [{"content": token, "special": special}, {"content": "</s>", "special": True}]
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    calls = parse_options([*UPSTREAM, "--model-path", path, "--tool-call-format", "hermes"], {}).calls
+    assert calls is not None
+    assert calls.special_tokens == ({token, "</s>"} if special and "tool_call" in token else frozenset())
+
+
 def test_the_format_of_calls_is_found_from_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     plain, tools = model(tmp_path / "plain", PLAIN), model(tmp_path / "tools", WITH_TOOLS)

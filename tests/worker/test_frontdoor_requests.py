@@ -241,6 +241,8 @@ def test_marks_that_are_special_tokens_stay_in_the_text() -> None:
     )
     assert "skip_special_tokens" not in sent(calls=ToolCallSettings("mistral"), tools=[TOOL], tool_choice="none")
     assert "skip_special_tokens" not in sent(calls=HERMES, tools=[TOOL])
+    marked = ToolCallSettings("hermes", special_tokens=frozenset({"<tool_call>", "</s>"}))
+    assert sent(calls=marked, tools=[TOOL])["skip_special_tokens"] is False
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,11 @@ def whole(
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+MARKS = ("</arg_value>", "</parameter>", "</tool_call>", "</function>", "}", ")]", "<|call|>", "<arg_key>")
 VALUES = st.recursive(
-    SCALARS | TEXTS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=6
+    SCALARS | TEXTS | st.sampled_from(MARKS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
 )
 ARGUMENTS = st.fixed_dictionaries(
     {},
@@ -322,6 +325,17 @@ def test_white_space_waits_however_long_it_is(spelling: str, last: str) -> None:
         message = whole(spelling, list(text), sizes, "stop")["choices"][0]["message"]
         assert message["content"] == (None if last == "call" else text)
         assert len(message.get("tool_calls", ())) == (last == "call")
+
+
+@pytest.mark.parametrize("spelling", ["qwen3_coder", "glm45", "glm47"])
+def test_json_between_tags_may_hold_the_tags(spelling: str) -> None:
+    call = Call("f", {"many": ["</arg_value>", {"</parameter>\n": None}], "deep": {"\n</parameter>": "</arg_value>"}})
+    text = written(spelling, call)
+    for sizes in ([], [1] * len(text)):
+        (choice,) = whole(spelling, list(text), sizes, "stop")["choices"]
+        (found,) = choice["message"]["tool_calls"]
+        assert json.loads(found["function"]["arguments"]) == call.arguments
+        assert choice["message"]["content"] is None
 
 
 def test_arguments_nested_too_deep_are_no_call() -> None:

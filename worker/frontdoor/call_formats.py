@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.calls import NEUTRAL
+from adapters.calls import FORMATS, NEUTRAL, written_calls
 from adapters.calls.detection import ToolSupport, tool_support
 from worker.errors import StartupError
 from worker.models.chat_template import FoundTemplate, read_chat_template
@@ -51,17 +51,24 @@ def support_of(wanted: str, model: Model) -> ToolSupport | None:
 
 
 @lru_cache(16)
-def special_tokens_of(path: str | None) -> frozenset[str]:
-    """Texts of the special tokens of the model at ``path``; none if they cannot be read."""
-    if path is None:
-        return frozenset()
+def marks_of_calls(format: str, path: str | None) -> frozenset[str]:
+    """Texts of the special tokens of the model at ``path``, if calls are marked by such; none if
+    they are not, or cannot be read.
+
+    Some models have special tokens for marks that are plain text in others: Jamba's
+    ``<tool_calls>``, or ``<tool_call>`` in some of Hermes' format.
+    """
+    wanted = FORMATS[format]
     try:
-        return read_special_tokens(Path(path))
+        found = frozenset[str]() if path is None else read_special_tokens(Path(path))
     except (OSError, ValueError, StartupError) as error:
-        logger.warning(
-            "special tokens may be in the text beside tool calls: those of %s cannot be read: %s", path, error
-        )
+        if wanted.special:
+            problem = "special tokens may be in the text beside tool calls: those of %s cannot be read: %s"
+            logger.warning(problem, path, error)
         return frozenset()
+    spelled = [written_calls(wanted, [("f", {"a": ""})] * 2), *(opening.text for opening in wanted.openings)]
+    is_marked = bool(wanted.special) or any(token in text for token in found for text in spelled)
+    return found if is_marked else frozenset()
 
 
 def _read(path: str, template: str | None) -> FoundTemplate | None:

@@ -17,7 +17,7 @@ from worker.arguments.kubernetes import without_services
 from worker.arguments.option import dashed, from_environment, option, options_of
 from worker.arguments.values import matching, text
 from worker.errors import ConfigurationError
-from worker.frontdoor.call_formats import AUTO, NONE, Model, special_tokens_of, support_of
+from worker.frontdoor.call_formats import AUTO, NONE, Model, marks_of_calls, support_of
 from worker.frontdoor.engine_address import EngineAddress
 from worker.frontdoor.field_checks import is_before_1_6
 from worker.frontdoor.tools import ToolCallSettings
@@ -268,7 +268,7 @@ class Options:
             support.format,
             scope,
             frontend_parses=self.dyn_tool_call_parser is not None and not self.engines,
-            special_tokens=special_tokens_of(self.model_path) if FORMATS[support.format].special else frozenset(),
+            special_tokens=marks_of_calls(support.format, self.model_path),
             support=left_out,
         )
 

@@ -108,7 +108,7 @@ def _leave_calls_as_text(fields: Body, format: ToolCallSettings) -> None:
         fields["tool_choice"] = "none"
     elif forces_call(fields):
         fields["tool_choice"] = "auto"
-    if FORMATS[format.name].special:
+    if FORMATS[format.name].special or format.special_tokens:
         fields["skip_special_tokens"] = False
 
 

@@ -4,7 +4,7 @@ from adapters.grammars.json_schema.emission import MAX_WORK_OF_ALL, lark_grammar
 from adapters.grammars.json_schema.lark_source import MAX_GRAMMAR
 from adapters.grammars.json_schema.named_arguments import argument_kinds, arguments_grammar
 from adapters.grammars.json_schema.patterns import limited
-from adapters.grammars.json_schema.shapes import SchemaRefused
+from adapters.grammars.json_schema.shapes import SchemaRefused, count_cases
 from adapters.grammars.json_schema.terminals import literal
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "SchemaRefused",
     "argument_kinds",
     "arguments_grammar",
+    "count_cases",
     "lark_grammar",
     "limited",
     "literal",

@@ -7,13 +7,15 @@ from typing import Any
 
 from adapters.grammars.json_schema.documents import inside
 from adapters.grammars.json_schema.readings import cannot_deny, denied, list_of, size_of
-from adapters.grammars.json_schema.shapes import FALSE, TOP, TRUE, Items, Shapes, instead
+from adapters.grammars.json_schema.shapes import FALSE, TOP, TRUE, Items, SchemaRefused, Shapes, instead
 from adapters.grammars.json_schema.solver import Rule, Solver
 
 
 def _items(solver: Solver, schema: dict[str, Any], _: str, place: str, holds: bool) -> Shapes:
     tuples, rest_key = "prefixItems", "items"
     if isinstance(schema.get("items"), list):
+        if "prefixItems" in schema:
+            raise SchemaRefused(f"{inside(place, 'items')}: expected a schema beside prefixItems, got a list")
         tuples, rest_key = "items", "additionalItems"
     listed = list_of(schema.get(tuples, []), inside(place, tuples))
     prefix = tuple(solver.goal(item, inside(place, tuples, index)) for index, item in enumerate(listed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil, floor, gcd, isfinite, lcm
 from typing import Any, NamedTuple
 
@@ -164,6 +165,7 @@ def written(value: Fraction, *, with_fraction: bool) -> str:
     return digits(value).replace(".", "[.]") + (zeros if with_fraction else "")
 
 
+@lru_cache(64)
 def _multiple(step: Fraction, with_fraction: bool) -> str | None:
     """Regular expression of the multiples of a step, None where `expression` has none."""
     zeros, exponent = "(?:[.]0+)?" if with_fraction else "", _power_of_ten(step)

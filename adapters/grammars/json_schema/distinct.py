@@ -35,6 +35,7 @@ class ListedValues:
 
     def __init__(self, shapes: Callable[[Goal], Iterable[GrammarShape]], scalars: Scalars) -> None:
         self._shapes, self._scalars = shapes, scalars
+        self._steps: dict[Items, Steps] = {}
 
     def of_items(self, items: Items) -> list[dict[str, str]] | None:
         """Values of each item of a prefix, and of every other; None if they are not all listed."""
@@ -57,9 +58,12 @@ class ListedValues:
 
     def steps(self, items: Items) -> Steps:
         """Transitions of ``items``, whose values are listed: see `steps_of`."""
-        listed = self.of_items(items)
-        assert listed is not None
-        return steps_of(items, listed)
+        found = self._steps.get(items)
+        if found is None:
+            listed = self.of_items(items)
+            assert listed is not None
+            found = self._steps[items] = steps_of(items, listed)
+        return found
 
 
 def steps_of(items: Items, listed: Sequence[Mapping[str, str]]) -> Steps:
@@ -71,6 +75,7 @@ def steps_of(items: Items, listed: Sequence[Mapping[str, str]]) -> Steps:
 
     Raises:
         TooMany: there are too many.
+        SchemaRefused: those of all arrays of the document are too many.
     """
     found: Steps = {}
     num_steps = 0
@@ -81,7 +86,9 @@ def steps_of(items: Items, listed: Sequence[Mapping[str, str]]) -> Steps:
             return found[used] is not None
         following = dict[str, State]()
         if items.high is None or len(used) < items.high:
-            for value in listed[min(len(used), len(items.prefix))]:
+            values = listed[min(len(used), len(items.prefix))]
+            count_cases(len(values))
+            for value in values:
                 num_steps += 1
                 if num_steps > MAX_STEPS:
                     raise TooMany

@@ -17,6 +17,7 @@ from adapters.grammars.json_schema.patterns import (
     complement,
     is_nullable,
     length_of,
+    spend,
 )
 
 MAX_ALTERNATIVES = 256
@@ -29,21 +30,29 @@ MAX_PATTERN = 4_096
 """Characters of one pattern."""
 
 
-@lru_cache(1_024)
 def searched(pattern: str) -> Language:
     """The texts in which ``pattern`` is found, anywhere unless it is anchored.
 
     Raises:
         PatternError: it is malformed, or needs more than a regular language (a back-reference), a
             word boundary, or a look-around in the middle.
+        TooComplex: the `limited` work is used up.
     """
     if len(pattern) > MAX_PATTERN:
         raise PatternError(f"expected at most {MAX_PATTERN} characters, got {len(pattern)}")
+    found, work = _searched(pattern)
+    spend(work)
+    return found
+
+
+@lru_cache(1_024)
+def _searched(pattern: str) -> tuple[Language, int]:
+    """The texts in which ``pattern`` is found, and the work to tell."""
     try:
-        options = Parser(pattern).options()
+        sequences = _sequences(Parser(pattern).options())
     except RecursionError:
         raise PatternError("is nested too deeply") from None
-    return alt(_anchored(sequence) for sequence in _sequences(options))
+    return alt(map(_anchored, sequences)), len(pattern) + sum(map(len, sequences))
 
 
 @lru_cache(256)

@@ -6,6 +6,7 @@ import sys
 import unicodedata
 from collections import defaultdict
 from functools import lru_cache
+from itertools import chain
 from typing import NoReturn
 
 from adapters.grammars.json_schema.patterns import ANY_CHAR, Ranges, others, ranges_of
@@ -85,23 +86,24 @@ class CharacterReader:
     def set_ranges(self) -> Ranges:
         """Code points of a set, whose ``[`` has been read."""
         negated = self._cursor.take("^")
-        pairs = list[tuple[int, int]]()
+        pairs, classes = list[tuple[int, int]](), dict[Ranges, None]()
         while not self._cursor.take("]"):
             low = self._member()
             if isinstance(low, tuple):
-                pairs += low
+                classes[low] = None
                 continue
             high: int | Ranges = low
             if self._cursor.peek("-") and not self._cursor.peek("-]"):
                 self._cursor.at += 1
                 high = self._member()
             if isinstance(high, tuple):
-                pairs += [(low, low), (0x2D, 0x2D), *high]
+                pairs += [(low, low), (0x2D, 0x2D)]
+                classes[high] = None
             elif high < low:
                 self._cursor.fail("range out of order")
             else:
                 pairs.append((low, high))
-        found = ranges_of(pairs)
+        found = ranges_of(chain(pairs, *classes))  # each class once: one of Unicode has hundreds of ranges
         return others(found) if negated else found
 
     def _member(self) -> int | Ranges:
@@ -124,7 +126,7 @@ class CharacterReader:
             return self._hex(2)
         if char == "u":
             return self._unicode()
-        if char == "c" and self._cursor.ahead().isalpha():
+        if char == "c" and self._cursor.ahead().isascii() and self._cursor.ahead().isalpha():
             return ord(self._cursor.next()) % 32
         if char in ("b", "B"):
             self._cursor.fail("a word boundary is not supported")
@@ -140,7 +142,7 @@ class CharacterReader:
             value = int(found, 16)
         except ValueError:
             value = -1
-        if len(found) != digits or value < 0 or not found.isalnum():
+        if len(found) != digits or value < 0 or not (found.isascii() and found.isalnum()):
             self._cursor.fail(f"expected {digits} hexadecimal digits")
         self._cursor.at += digits
         return value
@@ -154,7 +156,9 @@ class CharacterReader:
         else:
             value = self._hex(4)
             if 0xD800 <= value <= 0xDBFF and self._cursor.take("\\u"):
-                value = 0x10000 + ((value - 0xD800) << 10) + (self._hex(4) - 0xDC00)
+                low = self._hex(4)
+                if 0xDC00 <= low <= 0xDFFF:
+                    value = 0x10000 + ((value - 0xD800) << 10) + (low - 0xDC00)
         if value > sys.maxunicode or 0xD800 <= value <= 0xDFFF:
             self._cursor.fail("no character")
         return value
@@ -171,6 +175,7 @@ class CharacterReader:
         return ranges
 
 
+@lru_cache(128)
 def _category(name: str) -> Ranges:
     """Code points of a general category of Unicode, none if it is unknown."""
     if name == "Any":

@@ -128,9 +128,13 @@ class Parser:
         if char == "\\":
             found = self._characters.escape(in_set=False)
             return chars(found if isinstance(found, tuple) else ((found, found),))
-        if char in "*+?":
-            self._cursor.at -= 1
-            self._cursor.fail("nothing to repeat")
+        if char in "*+?{":
+            self._cursor.at = begin = self._cursor.at - 1
+            is_times = char != "{" or self._counted() is not None
+            self._cursor.at = begin
+            if is_times:
+                self._cursor.fail("nothing to repeat")
+            self._cursor.at += 1
         if not char.isprintable() and 0xD800 <= ord(char) <= 0xDFFF:
             self._cursor.fail("half of a surrogate pair")
         return text(char)

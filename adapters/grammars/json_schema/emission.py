@@ -20,9 +20,9 @@ from adapters.grammars.json_schema.shapes import TRUE, Goal, Items, SchemaRefuse
 from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 
 MAX_WORK = 1_000_000
-"""Parts of patterns that are looked at for one document: a few seconds."""
+"""Parts of patterns that are looked at for one document: about a second."""
 
-MAX_WORK_OF_ALL = 4 * MAX_WORK
+MAX_WORK_OF_ALL = 2 * MAX_WORK
 """The same for all the documents of a request together, such as the schemas of its tools."""
 
 _ANY = r"""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,9 @@ AT_ONCE_S, PAUSE_S = 0.0005, 0.00005
 """Seconds of a decision without a pause, and of the pause: the threads that serve others wait for
 Python's lock, and would get it after 5 ms each time.
 """
+
+_COPIED_AT_ONCE, _RANGES_AT_ONCE = 32, 8
+"""Parts that are copied, and ranges that are looked at, in the time of looking at one part."""
 
 _LAST = 0x10FFFF
 _CACHED = 4_096
@@ -241,7 +244,9 @@ def derivative(language: Language, char: int) -> Language:
         case Cat(parts):
             found = list[Language]()
             for index, part in enumerate(parts):
-                found.append(cat([derivative(part, char), *parts[index + 1 :]]))
+                rest = derivative(part, char)
+                if rest is not NOTHING:
+                    found.append(cat([rest, *parts[index + 1 :]]))
                 if not is_nullable(part):
                     break
             return alt(found)
@@ -282,16 +287,16 @@ _left: ContextVar[list[int] | None] = ContextVar("work left for languages", defa
 
 
 @contextmanager
-def limited(work: int) -> Iterator[None]:
+def limited(work: int) -> Iterator[Callable[[], int]]:
     """Limit the decisions within to ``work`` parts together, and to what is left of an outer limit;
-    more raise `TooComplex`.
+    more raise `TooComplex`. Yields a function that tells the work so far.
     """
     outer = _left.get()
     work = work if outer is None else min(work, outer[0])
     left = [work]
     token = _left.set(left)
     try:
-        yield
+        yield lambda: work - left[0]
     finally:
         _left.reset(token)
         if outer is not None:
@@ -345,10 +350,13 @@ def _emptiness(language: Language) -> tuple[bool, int]:
             if high is None:
                 states -= seen
                 seen |= states
-        work += sum(map(size_of, states)) + 1
-        if work > MAX_WORK:
-            raise TooComplex("is too complex to tell whether a text matches it")
-        states, length = {following for state in states for following in _successors(state)}, length + 1
+        following, length = set[Language](), length + 1
+        for state in states:
+            work += len(_representatives(state)) * _num_visited(state) + _num_copied(state) // _COPIED_AT_ONCE
+            if work > MAX_WORK:
+                raise TooComplex("is too complex to tell whether a text matches it")
+            following |= _successors(state)
+        states, work = following, work + 1
     return True, work
 
 
@@ -358,6 +366,41 @@ def _successors(language: Language) -> frozenset[Language]:
     return frozenset(derivative(language, char) for char in _representatives(language)) - {NOTHING}
 
 
+@lru_cache(_CACHED)
+def _num_visited(language: Language) -> int:
+    """The number of its parts that a derivative looks at; many ranges count as several."""
+    match language:
+        case Chars(ranges):
+            return 1 + len(ranges) // _RANGES_AT_ONCE
+        case Alt(parts) | Both(parts):
+            return 1 + sum(map(_num_visited, parts))
+        case Cat(parts):
+            return 1 + sum(map(_num_visited, parts[: _num_leading(parts)]))
+        case Repeat(inner, _, _) | Not(inner):
+            return 1 + _num_visited(inner)
+
+
+@lru_cache(_CACHED)
+def _num_copied(language: Language) -> int:
+    """The number of parts that are copied if each of its parts has a derivative once."""
+    match language:
+        case Chars():
+            return 0
+        case Alt(parts) | Both(parts):
+            return sum(map(_num_copied, parts))
+        case Cat(parts):
+            count = _num_leading(parts)
+            return count * (2 * len(parts) - count) // 2 + sum(map(_num_copied, parts[:count]))
+        case Repeat(inner, _, _) | Not(inner):
+            return _num_copied(inner)
+
+
+def _num_leading(parts: Sequence[Language]) -> int:
+    """The number of parts with which a text of a concatenation may begin."""
+    return next((count for count, part in enumerate(parts, 1) if not is_nullable(part)), len(parts))
+
+
+@lru_cache(_CACHED)
 def _representatives(language: Language) -> list[int]:
     """One code point of each class that no set of its first characters divides."""
     turns = {0: 0, 0xE000: 0}  # sets, as bits, that begin or end at a code point

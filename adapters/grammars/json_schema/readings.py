@@ -8,7 +8,7 @@ from adapters.grammars.json_schema.decimals import exact
 from adapters.grammars.json_schema.documents import shown
 from adapters.grammars.json_schema.ecma import searched
 from adapters.grammars.json_schema.ecma_characters import PatternError
-from adapters.grammars.json_schema.patterns import Language
+from adapters.grammars.json_schema.patterns import Language, TooComplex
 from adapters.grammars.json_schema.shapes import FALSE, TRUE, Goal, SchemaRefused
 
 _MOST_COUNTED = 2**31 - 1
@@ -32,7 +32,7 @@ def pattern_of(pattern: Any, place: str) -> Language:
         raise SchemaRefused(f"{place}: expected a regular expression, got {shown(pattern)}")
     try:
         return searched(pattern)
-    except PatternError as error:
+    except (PatternError, TooComplex) as error:
         raise SchemaRefused(f"{place}: {error}") from None
 
 

@@ -8,11 +8,14 @@ from typing import NamedTuple
 from adapters.grammars.json_schema.decimals import Numbers, digits, expression, meet, multiples, single, written
 from adapters.grammars.json_schema.grammar_shapes import GrammarShape
 from adapters.grammars.json_schema.lark_source import LarkSource
-from adapters.grammars.json_schema.shapes import Booleans, Null, SchemaRefused, Shape, Texts
+from adapters.grammars.json_schema.shapes import Booleans, Null, SchemaRefused, Shape, Texts, count_cases
 from adapters.grammars.json_schema.terminals import listed_terminal, terminal
 
 MAX_MULTIPLES = 4_096
 """Multiples that are listed."""
+
+_MULTIPLE_WORK = 3
+"""Work for a multiple that is listed."""
 
 _EXACT = 2**53
 """Bound below which every integer is a float64, with which llguidance counts multiples."""
@@ -69,7 +72,7 @@ class Scalars:
         """Source of the multiples of a step that `expression` has none of; None for other numbers.
 
         Raises:
-            SchemaRefused: llguidance cannot count these multiples exactly.
+            SchemaRefused: llguidance cannot count these multiples exactly, or there are too many.
         """
         if id(numbers) not in self._multiples:
             self._multiples[id(numbers)] = numbers, self._written_multiples(numbers, place)
@@ -80,6 +83,7 @@ class Scalars:
             return None
         first, last = multiples(numbers)
         if first is not None and last is not None and last - first < MAX_MULTIPLES:
+            count_cases(_MULTIPLE_WORK * (last - first + 1))
             values = (factor * numbers.step for factor in range(first, last + 1))
             kept = (each for each in values if each.denominator > 1 or not numbers.fractional)
             listed = (written(each, with_fraction=self._with_fraction) for each in kept)

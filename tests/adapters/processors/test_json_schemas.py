@@ -24,6 +24,7 @@ from test_grammar import END, WIDTH, ByteTokenizer, ByteVocabulary
 from adapters.contract import ArgumentError
 from adapters.grammars.json_schema import SchemaRefused, lark_grammar
 from adapters.grammars.json_schema.ecma import searched
+from adapters.grammars.json_schema.ecma_characters import PatternError
 from adapters.grammars.json_schema.formats import format_language
 from adapters.grammars.json_schema.patterns import is_empty, matches
 from adapters.processors.grammar import Grammar, JsonSchema
@@ -346,6 +347,43 @@ def test_patterns_are_found_where_an_engine_finds_them(pattern: str) -> None:
     assert not is_empty(language)
 
 
+ATOMS = (
+    "a",
+    "b",
+    "c",
+    ".",
+    "[ab]",
+    "[^a]",
+    "\\d",
+    "\\.",
+    "(?:ab|c)",
+    "(a|b)",
+    "-",
+    "^",
+    "$",
+    "(?=a)",
+    "(?!b$)",
+    "(|a)",
+    "(?:^|b)",
+)
+TIMES = ("", "", "", "*", "+", "?", "{2}", "{1,2}", "{0}", "{2,}", "*?")
+TEXTS = ["".join(chars) for length in range(4) for chars in product("abc1-", repeat=length)]
+terms = st.tuples(st.sampled_from(ATOMS), st.sampled_from(TIMES)).map("".join)
+sequences = st.lists(terms, max_size=3).map("".join)
+alternatives = st.lists(sequences, min_size=1, max_size=2).map("|".join)
+
+
+@settings(max_examples=examples(2000), deadline=None)
+@given(st.lists(st.one_of(terms, alternatives.map("({})".format)), max_size=3).map("".join), st.data())
+def test_a_pattern_is_refused_or_found_where_re_finds_it(pattern: str, data: st.DataObject) -> None:
+    try:
+        language = searched(pattern)
+    except PatternError:
+        return
+    for text in data.draw(st.lists(st.sampled_from(TEXTS), min_size=10, max_size=10)):
+        assert matches(language, text) == bool(re.search(pattern, text)), text
+
+
 CAT = {"properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
 DOG = {"properties": {"kind": {"enum": ["dog", "wolf"]}, "good": {"type": "boolean"}}, "required": ["kind"]}
 CLOSED = {"additionalProperties": False}
@@ -427,6 +465,12 @@ def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[An
     ("schema", "place"),
     [
         ({"properties": {"a/b": {"pattern": "(a"}}}, "#/properties/a~1b/pattern: unclosed group"),
+        ({"pattern": "^(?!a){2}"}, "#/pattern: nothing to repeat at 6"),
+        ({"pattern": "^{1,}"}, "#/pattern: nothing to repeat at 1"),
+        ({"pattern": "a{1}{2}"}, "#/pattern: nothing to repeat at 4"),
+        ({"pattern": "\\ud83d\\u0041"}, "#/pattern: no character"),
+        ({"pattern": "\\x\u0663\u0663"}, "#/pattern: expected 2 hexadecimal digits"),
+        ({"prefixItems": [{}], "items": [{}]}, "#/items: expected a schema beside prefixItems"),
         ({"items": {"format": "color"}}, '#/items/format: unknown format "color"'),
         ({"$ref": "other.json#/x"}, "#/$ref: there is no"),
         ({"items": {"minimum": "1"}}, "#/items/minimum: expected a number"),

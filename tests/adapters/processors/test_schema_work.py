@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from growth import num_lines, peak_bytes
 
+from adapters.catalog import Catalog, Requested, Selection, SelectionError, catalog
 from adapters.contract import ArgumentError
 from adapters.grammars.json_schema import (
     SchemaRefused,
@@ -51,6 +52,23 @@ LINES: dict[str, tuple[int, Callable[[int], Any]]] = {
     ),
 }
 
+BEYOND: dict[str, Any] = {
+    "characters that may be left out": {
+        "allOf": [{"pattern": "^" + "?".join(characters(200, 0x100)) + f"?{end}$"} for end in "ab"]
+    },
+    "lists of multiples": {
+        "items": [{"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 9000 + 7 * i} for i in range(40)]
+    },
+    "distinct items": {
+        "items": [{"uniqueItems": True, "items": {"enum": [8 * i + k for k in range(8)]}} for i in range(20)]
+    },
+    "ways through patterns": {"items": [{"pattern": "(^|a)" * 7 + f"b{i}"} for i in range(20)]},
+}
+"""Schemas that take more than a hundredth of the work that there is for one."""
+
+MOST_LINES = 25
+"""Lines of Python for a part of that work."""
+
 BYTES: dict[str, tuple[int, Callable[[int], Any]]] = {
     "a list that is not to be": (1000, lambda n: {"not": {"const": [0] * n}}),
     "items of which one is wrong": (1000, lambda n: {"not": {"prefixItems": [{"minimum": i} for i in range(n)]}}),
@@ -77,6 +95,23 @@ def test_lines_of_work_grow_as_the_schema(name: str, monkeypatch: pytest.MonkeyP
     count, schema = LINES[name]
     small, large = (num_lines(partial(lark_grammar, schema(size))) for size in (count, 2 * count))
     assert large < GROWN * small
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_work_ends_at_the_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of 4 KB took 44 s: what is done with each part of a pattern was not counted."""
+    for limited_work in (solver, emission, patterns):
+        monkeypatch.setattr(limited_work, "MAX_WORK", limited_work.MAX_WORK // 100)
+    with pytest.raises(SchemaRefused, match=r"too complex|too many cases"):
+        lark_grammar(BEYOND[name])
+    clear_kept()
+    assert num_lines(partial(lark_grammar, BEYOND[name])) < MOST_LINES * emission.MAX_WORK
+
+
+def clear_kept() -> None:
+    """Forget what is known of languages."""
+    for kept in (patterns._emptiness, patterns._successors, patterns.derivative, patterns.is_nullable):
+        kept.cache_clear()
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -146,6 +181,24 @@ def test_the_schemas_of_a_request_are_limited_together(monkeypatch: pytest.Monke
     assert ToolCalls(ToolCalls.Args(format="hermes", tools=tools[:1]), context)
     with pytest.raises(ArgumentError, match=r"tools\[.*too"):
         ToolCalls(ToolCalls.Args(format="hermes", tools=tools), context)
+
+
+def test_the_schemas_of_a_selection_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any is compiled, and as often as it is sent: what was kept of it counts again."""
+    monkeypatch.setattr(catalog, "MAX_WORK_OF_ALL", 3000)
+    hard = {"allOf": [{"enum": [f"v{i}" for i in range(40)]}, {"pattern": "^v[0-9]*$"}]}
+
+    def grammars(count: int) -> int:
+        schemas = ({"properties": {"a": hard}, "$comment": str(i)} for i in range(count))
+        named = [
+            Requested("json_schema", {"schema": schema}, path=f"processors[{i}]") for i, schema in enumerate(schemas)
+        ]
+        return len(Catalog.default().grammars(Selection(tuple(named)), kit_context()))
+
+    assert grammars(1) == 1
+    for _ in range(5):
+        with pytest.raises(SelectionError, match=r"processors\[\d+\].args.schema: .*too many cases"):
+            grammars(16)
 
 
 def test_a_hard_pattern_gives_way_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,13 @@ def test_arguments_that_can_be_no_object_are_refused(name: str, parameters: Any)
         calls(name, tools=[{"name": "one", "parameters": parameters}])
 
 
+@pytest.mark.parametrize("required", [[["a"]], [{}], [1], [None]])
+def test_required_arguments_are_names(required: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {}}, "required": required}
+    with pytest.raises(ArgumentError, match=r"tools\[0\].parameters: .*#/required: expected names"):
+        calls("hermes", tools=[{"name": "one", "parameters": parameters}])
+
+
 def test_a_tool_that_is_not_there_is_refused() -> None:
     with pytest.raises(ArgumentError, match="tool: expected the name of one of the tools"):
         calls("hermes", tool="three")

@@ -60,6 +60,8 @@ def _tagged(reader: TextReader, emit: Emit, end: str, kinds: Kinds, tags: Tags) 
         allowed = kinds.get(key, frozenset[Kind]())
         if allowed == {"string"}:
             yield from _tagged_string(reader, emit, tags.stop)
+        elif (yield from _is_json(reader, allowed)):
+            yield from _tagged_json(reader, emit, tags.stop)
         else:
             emit(_json_of((yield from _until(reader, tags.stop)), allowed))
         yield from reader.one_of([tags.rest])
@@ -72,6 +74,20 @@ def _follows(reader: TextReader, text: str, end: str) -> Reading[bool]:
     if found == end:
         reader.position -= len(end)
     return found == text
+
+
+def _is_json(reader: TextReader, kinds: Set[Kind]) -> Reading[bool]:
+    """Whether the value that follows is JSON, in which a text may hold the tag behind it."""
+    if "string" not in kinds:
+        return True
+    first = yield from reader.peek()
+    return (first == "{" and "object" in kinds) or (first == "[" and "array" in kinds)
+
+
+def _tagged_json(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
+    """JSON up to ``stop``, which is handed on as it comes."""
+    yield from json_value(reader, emit)
+    yield from reader.one_of([stop])
 
 
 def _tagged_string(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
