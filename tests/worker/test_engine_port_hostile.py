@@ -218,21 +218,17 @@ async def test_two_trainers_at_once(trainer: Trainer) -> None:
 async def test_a_checkpoint_that_is_gone_when_it_wakes(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The engine stays asleep, says why, and wakes once it is there."""
+    """The engine wakes without weights, and an update brings them."""
     model = write_tiny_model(tmp_path / "model")
     tensors, weights = tensors_of(model), model / "model.safetensors"
     async with trained(model, tmp_path_factory.mktemp("keys") / "keys.txt") as trainer:
         before = await trainer.generate(12)
         await trainer.tell("sleep", level=2)
         weights.rename(tmp_path / "away")
-        status, answer = await trainer.ask("/engine/wake")
-        assert (status, answer["message"].endswith("it has no safetensors weights")) == (500, True), answer
-        assert (await trainer.tell("get_weight_version"))["state"] == "asleep"
-        (tmp_path / "away").rename(weights)
-        await trainer.tell("wake")
-        assert (await trainer.generate(12)).token_ids == before.token_ids
+        assert (await trainer.tell("wake"))["state"] == "needs_weights"
         status, _ = await trainer.give(tensors)
         assert status == 200
+        assert (await trainer.generate(12)).token_ids == before.token_ids
 
 
 async def test_a_checkpoint_that_has_changed_when_it_wakes(
