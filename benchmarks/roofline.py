@@ -206,7 +206,7 @@ def ours(checkpoint: Path, size: Size, weights: float, peaks: Peaks) -> list[Poi
 
 
 def of_peers(weights: float, peaks: Peaks) -> list[Point]:
-    """Mean steps of peers on the same model, from `results/decode.json`; those of this processor."""
+    """Mean steps of peers on the same model and processor, from `results/decode.json`."""
     kept = json.loads((RESULTS / "decode.json").read_text())["random"]
     points = []
     for peer, name in PEERS.items():
