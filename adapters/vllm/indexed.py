@@ -53,7 +53,8 @@ class Indexed:
         left = [row for row in rows if row not in standing]
         fitting = [row for row in rows if row.output is output]
         fitting = fitting or [row for row in left if row.output == output]
-        fitting = fitting or [row for row in left if _goes_on(row, [*(prompt or []), *output])]
+        if output:  # else the request may begin, beside others with these parameters
+            fitting = fitting or [row for row in left if _goes_on(row, [*(prompt or []), *output])]
         row = only_row(fitting) or self._builder.new_row(params)
         if row is None:
             return None

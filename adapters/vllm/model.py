@@ -106,9 +106,8 @@ class ServedModel:
 
     @cached_property
     def never_ids(self) -> list[int]:
-        """Ids of a row that are no token."""
-        vocabulary = self.context.vocabulary
-        return [*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, vocabulary.size)]
+        """Ids of a row that are no token, and that end no answer."""
+        return list(self.context.vocabulary.never_ids)
 
     def build(self, selection: Selection, context: Context) -> ProcessorChain:
         """The chain of a selection, not started; waits while its grammars compile.

@@ -91,6 +91,14 @@ class Vocabulary:
         pieces = self.tokenizer.convert_ids_to_tokens(unknown) if unknown else []
         return frozenset(token_id for token_id, piece in zip(unknown, pieces, strict=True) if piece is None)
 
+    @cached_property
+    def never_ids(self) -> tuple[int, ...]:
+        """Ids without a token, padding of the row among them, that end no answer: an engine rules
+        them out.
+        """
+        without = (*sorted(self.gap_ids), *range(self.num_tokens, self.size))
+        return tuple(token_id for token_id in without if token_id not in self.eos_token_ids)
+
     def encode(self, text: str) -> list[int]:
         """Token ids that add exactly ``text`` after any history (see `TextEncoder`).
 

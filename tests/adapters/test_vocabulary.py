@@ -19,8 +19,10 @@ from adapters.processors.grammar import Choice
 from adapters.processors.masks import BannedTokens
 from adapters.processors.scripts import BanScripts
 from adapters.testing.kit_model import kit_vocabulary
+from adapters.vllm.model import ModelFacts, ServedModel
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.model.checkpoint_files import undecodable_ids
+from worker.engines.vllm.chain_receiver import ChainReceiver
 from worker.tiny_model import write_tiny_model
 
 FIRST_MOVED, GAP = 370, 20
@@ -117,8 +119,10 @@ def test_tokens_of_other_files_can_be_sampled(tmp_path: Path, files: dict[str, A
         also = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == "tokenizer_config.json" else {}
         (tmp_path / name).write_text(json.dumps(content | also))
     vocabulary = Vocabulary.from_pretrained(str(tmp_path), 1024)
-    never = (*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, 1024))
-    assert undecodable_ids(tmp_path, 1024) == never == tuple(range(1000 + num_added, 1024))
+    assert undecodable_ids(tmp_path, 1024) == vocabulary.never_ids == tuple(range(1000 + num_added, 1024))
+    ends = ModelFacts(str(tmp_path), 1024, frozenset({1010}), "model")
+    for never in (ChainReceiver(ends).never_ids, ServedModel.load(ends).never_ids):
+        assert [*never] == [each for each in vocabulary.never_ids if each != 1010]
 
 
 def test_a_tag_is_one_token_or_none(gapped: Vocabulary) -> None:

@@ -319,6 +319,22 @@ async def test_what_another_worker_has_taken_over_is_not_renewed() -> None:
     assert again.request.generated_token_ids == [5, 6]
 
 
+async def test_a_record_that_could_not_replace_another_is_missed() -> None:
+    """Also where the weights have changed meanwhile, and the record is written again."""
+    store = Memory()
+    first = await worker(store).begin("a", request(1, 2))
+    first.write(7)
+    await first.wait_written()
+    second = await worker(store).begin("a", request(1, 2, 5, max_tokens=8))
+    store.fails = True
+    second.write(7)
+    await asyncio.sleep(0.01)
+    store.fails = False
+    second.sampled_from("5f2a")
+    with pytest.raises(BoundaryStoreUnavailable, match="memory: is gone"):
+        await second.wait_written()
+
+
 async def test_a_record_that_the_store_has_lost_is_written_anew() -> None:
     store = Memory()
     records = worker(store)

@@ -15,7 +15,7 @@ from worker.errors import InvalidRequest
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.request import parse
 
-PIECES = (b"a", b"b", b"ab", b" b", b"\xc3", b"\xa9", "é".encode(), b"")
+PIECES = (b"a", b"b", b"ab", b" b", b"\xc3", b"\xa9", "é".encode(), b"", b"\xa9a")
 PROMPT = [0, 1, 2]
 
 
@@ -122,6 +122,8 @@ def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @given(TOKENS, SIZES, STOPS, st.booleans(), st.integers(0, 4), st.integers(0, 8))
 @example([0, 4, 5, 0], [1, 1], [], False, 0, 2)
 @example([0, 0, 0, 1, 0, 0, 0], [1] * 8, ["b"], False, 3, 2)
+@example([0, 2, 0], [1] * 3, ["abb"], False, 0, 1)
+@example([4, 8, 1, 0], [1] * 4, ["abb"], False, 0, 1)
 def test_an_answer_that_was_cut_after_any_chunk_goes_on(
     token_ids: list[int], sizes: list[int], stops: list[str], includes: bool, least: int, cut: int
 ) -> None:

@@ -151,7 +151,8 @@ class BoundaryRecord:
         before: asyncio.Task[None] | None = None,
     ) -> asyncio.Task[None]:
         async def put() -> None:
-            await _finished(before)
+            if before is not None:
+                await before  # a record of another worker that it did not replace would stay
             if not self.has_ended:
                 await write(self._key, record)
 

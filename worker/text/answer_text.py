@@ -79,9 +79,9 @@ class AnswerText:
             return self.shown
         return self._text[: self._ends[num_tokens - 1]] if num_tokens else ""
 
-    def resume(self, token_ids: Sequence[int]) -> None:
+    def resume(self, token_ids: Sequence[int]) -> int:
         """Take the tokens of the answer so far, before any other: a stop string may have begun in
-        them, and none ends there.
+        them, and none ends there. Returns how many characters were shown with them.
         """
         if token_ids:
             self.num_tokens += len(token_ids)
@@ -89,6 +89,7 @@ class AnswerText:
             self._begun.append(self._stops.tail(self._text))
             self._floor = len(self._text)
             self._ends += [self._num_final] * len(token_ids)
+        return len(self._text) + (self._pieces.num_held_back if self._stops else 0)
 
     def append(self, token_id: int) -> bool:
         """Take the next token; returns whether the answer ends here."""

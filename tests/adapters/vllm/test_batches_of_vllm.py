@@ -260,6 +260,22 @@ def test_a_preempted_request_keeps_its_receipt() -> None:
     assert counts == {15}  # no step shows the last token
 
 
+def test_a_request_that_begins_has_a_row_of_its_own() -> None:
+    """With the parameters of another one, which has left after its first step: it draws anew."""
+    model = MODELS[FirstRunner]
+    editor = Indexed(Builder(model), RowEditor(model.never_ids))
+    params, found = Params(extra_args=selected({"name": "xtc", "args": {"threshold": 0.1, "probability": 0.5}})), []
+    for _ in range(2):
+        request = editor.new(params, [5, 6], [])
+        assert request is not None
+        found.append(request.row)
+        editor.requests[0] = request
+        editor.apply(torch.zeros(1, model.facts.vocab_size))
+        request.output.append(7)
+        editor.leave([0])
+    assert found[0] is not found[1]
+
+
 @pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 1.0}, {"seed": 3}])
 @pytest.mark.parametrize("name", ["logit_bias", "acme/fills", "xtc"])
 def test_no_id_that_is_no_token_can_be_sampled(name: str, asked: dict[str, Any]) -> None:

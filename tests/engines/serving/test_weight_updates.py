@@ -17,7 +17,7 @@ from lora_adapters import ALL_TARGETS, linear_layers, write_adapter
 from quantised_checkpoints import K_TYPES, WIDE, stored_in
 from random_checkpoints import TYPES, write
 from third_party_checkpoints import write as write_third_party
-from weight_runs import Answer, Tensors, as_bytes, ask, copy_with, running, tensors_of, weights_of
+from weight_runs import Answer, Tensors, as_bytes, ask, config, copy_with, running, tensors_of, weights_of
 
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
@@ -25,7 +25,9 @@ from adapters.processors.stochastic import Mirostat
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
+from worker.engines.embedded.model.loading import load_model
 from worker.engines.embedded.sampling.chain_replay import CHANGED
+from worker.engines.embedded.serving import weights_digest
 from worker.engines.lora_adapters import AdapterRefused
 from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
 from worker.sampling import SamplingParams
@@ -347,6 +349,17 @@ async def test_what_the_model_has_no_place_for_may_be_there(tmp_path: Path, kind
             versions.append((await weights.update_weights(source, None, "keep")).version)
             assert (await ask(engine, "after", PROMPT, 8)).tokens == expected.tokens != before.tokens
         assert len({version.digest for version in versions}) == 1
+
+
+async def test_a_checkpoint_without_a_head_has_a_digest(tmp_path: Path) -> None:
+    """A replay knows the weights by it. Older checkpoints have RoPE's frequencies, too."""
+    write(tmp_path / "plain", "llama", {})
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors_of(tmp_path / "plain").items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    path = copy_with(tmp_path / "plain", tmp_path / "short", tensors)
+    async with running(path) as engine:
+        version = (await weights_of(engine).update_weights(path, None, "keep")).version
+    assert weights_digest(config(path), load_model(config(path))) == version.digest
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut off", "other sizes"])

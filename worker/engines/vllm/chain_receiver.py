@@ -31,7 +31,7 @@ class ChainReceiver:
         if facts.tokenizer is not None:
             vocabulary = vocabulary_at(facts.tokenizer, facts.vocab_size, tuple(sorted(facts.eos_token_ids)))
             precompute(vocabulary)
-            self.never_ids = [*sorted(vocabulary.gap_ids), *range(vocabulary.num_tokens, vocabulary.size)]
+            self.never_ids = vocabulary.never_ids
 
     def new_row(self, params: Params) -> Row | None:
         """The row of a request that begins; None if it has no chain."""

@@ -41,8 +41,7 @@ class ChoiceText:
             decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
             tokens, begin = request.fields["token_ids"], request.num_prompt_tokens
             self._text = AnswerText(decode, request.stops, include=request.include_stop, context=tokens[:begin])
-            self._text.resume(tokens[begin:])
-            self._sent_text = len(self._text.shown)
+            self._sent_text = self._text.resume(tokens[begin:])
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """``chunk`` as it is sent; None if there is nothing to send yet. After a stop string the
@@ -91,7 +90,7 @@ class ChoiceText:
         if self._request.wants_text:
             text = answer.text if is_last else answer.text_of(self._num_sent)
             chunk["text"] = text[self._sent_text :]
-            self._sent_text = len(text)
+            self._sent_text = max(self._sent_text, len(text))  # a stop string may have begun in what was sent
         if self.has_stopped and answer.stopped_by is not None:
             chunk.pop(STOP_TOKEN, None)
             chunk[STOP_STRING] = answer.stopped_by

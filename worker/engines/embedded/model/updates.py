@@ -44,6 +44,9 @@ class Updates(Protocol):
     ignored: Collection[str]
     is_beside: bool
 
+    def named(self, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+        """The tensors of an update by the names of `shapes`."""
+
     def check(self, weights: Mapping[str, Weight]) -> Given:
         """The tensors of an update, as the model holds them. Raises `WeightsRefused`."""
 
@@ -81,8 +84,8 @@ class PackedUpdates:
         geometry, packed = model.geometry, model.packed_weights()
         assert packed is not None, "native kernels compute all of it"
         self.shapes: Mapping[str, tuple[int, ...]] = {tensor.name: tensor.shape for tensor in geometry.tensors()}
-        layers = range(geometry.num_hidden_layers)
-        self.ignored: Collection[str] = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers}
+        buffers = [f"layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(geometry.num_hidden_layers)]
+        self.ignored: Collection[str] = {f"{prefix}{buffer}" for buffer in buffers for prefix in ("", "model.")}
         self._model = model
         self._without_values: LlamaWeights | None = None
         stored, self._formats = model.stored_format, dict[str, str]()
@@ -91,11 +94,15 @@ class PackedUpdates:
             if stored not in FORMATS and OTHER in self._formats.values():
                 _tell(stored, f"rounded to {OTHER}")
 
+    def named(self, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+        """See `Updates.named`; as at a start, names may be those of a model without a head."""
+        if any(name.startswith("model.") for name in weights):
+            return weights
+        return {self._whole(name): weight for name, weight in weights.items()}
+
     def check(self, weights: Mapping[str, Weight]) -> Given:
-        """See `Updates.check`; as at a start, names may be those of a model without a head."""
-        if not any(name.startswith("model.") for name in weights):
-            weights = {self._whole(name): weight for name, weight in weights.items()}
-        return check_given(weights, self.shapes, self._model.dtype, self._formats)
+        """See `Updates.check`."""
+        return check_given(self.named(weights), self.shapes, self._model.dtype, self._formats)
 
     def _whole(self, name: str) -> str:
         return f"model.{name}" if f"model.{name}" in self.shapes else name
@@ -169,6 +176,10 @@ class ReloadedUpdates:
                     _tell(model.stored_format, f"rounded to {OTHER}")
         self._in_float32 = names.in_float32(self.shapes)
         self._config, self._model = config, model
+
+    def named(self, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+        """See `Updates.named`: names are those of the checkpoint."""
+        return weights
 
     def check(self, weights: Mapping[str, Weight]) -> Given:
         """See `Updates.check`."""

@@ -259,7 +259,7 @@ def weights_digest(config: EmbeddedConfig, model: HfModel) -> str:
         WeightsRefused: the checkpoint cannot be read.
     """
     updates = updates_of(config, model)
-    weights = _read(Path(config.model_path), updates.ignored)
+    weights = updates.named(_read(Path(config.model_path), updates.ignored))
     given = updates.check({name: weight for name, weight in weights.items() if name in updates.shapes})
     return digest_of_update("", given.digests.items())
 
