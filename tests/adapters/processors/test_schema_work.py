@@ -56,6 +56,10 @@ BEYOND: dict[str, Any] = {
     "characters that may be left out": {
         "allOf": [{"pattern": "^" + "?".join(characters(200, 0x100)) + f"?{end}$"} for end in "ab"]
     },
+    "texts of a pattern": {
+        "pattern": f"^{'.?' * 200}(?:{'|'.join(characters(800, 0x100))})?$",
+        "enum": [*characters(400, 0x1000)],
+    },
     "lists of multiples": {
         "items": [{"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 9000 + 7 * i} for i in range(40)]
     },
