@@ -78,10 +78,14 @@ class CharacterReader:
 
     Args:
         cursor: Position in the pattern, moved past what is read.
+
+    Attributes:
+        num_ranges: Ranges of all sets that have been read.
     """
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
+        self.num_ranges = 0
 
     def set_ranges(self) -> Ranges:
         """Code points of a set, whose ``[`` has been read."""
@@ -103,6 +107,7 @@ class CharacterReader:
                 self._cursor.fail("range out of order")
             else:
                 pairs.append((low, high))
+        self.num_ranges += len(pairs) + sum(map(len, classes))
         found = ranges_of(chain(pairs, *classes))  # each class once: one of Unicode has hundreds of ranges
         return others(found) if negated else found
 

@@ -68,6 +68,12 @@ BEYOND: dict[str, Any] = {
         "items": [{"uniqueItems": True, "items": {"enum": [8 * i + k for k in range(8)]}} for i in range(20)]
     },
     "classes of characters": {"items": [{"pattern": "^[" + r"\P{L}" * 200 + f"]{i}$"} for i in range(20)]},
+    "classes in sets": {
+        "items": [
+            {"pattern": "^" + "".join(rf"[\p{{L}}{each}]" for each in characters(40, 0x2000 + 80 * i)) + "$"}
+            for i in range(30)
+        ]
+    },
     "ways through patterns": {"items": [{"pattern": "(^|a)" * 7 + f"b{i}"} for i in range(20)]},
 }
 """Schemas that take more than a hundredth of the work that there is for one."""
