@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from effort import examples, grid
+from growth import num_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, said, said_before_calls, written
@@ -336,6 +338,14 @@ def test_json_between_tags_may_hold_the_tags(spelling: str) -> None:
         (found,) = choice["message"]["tool_calls"]
         assert json.loads(found["function"]["arguments"]) == call.arguments
         assert choice["message"]["content"] is None
+
+
+def test_special_tokens_are_looked_at_for_the_first_answer_alone() -> None:
+    """Some models have a thousand of them, which took 3 ms for each answer."""
+    hidden = [frozenset(f"<|reserved_{i}|>" for i in range(count)) for count in (10, 1000)]
+    few, many = (partial(CallParser, FORMATS["hermes"], TOOLS, hidden=tokens) for tokens in hidden)
+    few(), many()
+    assert num_lines(many) == num_lines(few)
 
 
 def test_arguments_nested_too_deep_are_no_call() -> None:

@@ -19,7 +19,8 @@ def standard_output() -> Iterator[None]:
     """
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as where the command was started without one
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head`
         _discard()
     except OSError as error:

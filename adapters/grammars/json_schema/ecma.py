@@ -29,6 +29,9 @@ MAX_PARTS = 65_536
 MAX_PATTERN = 4_096
 """Characters of one pattern."""
 
+_RANGES_AT_ONCE = 4
+"""Ranges of a set that are put together in the time of reading a character."""
+
 
 def searched(pattern: str) -> Language:
     """The texts in which ``pattern`` is found, anywhere unless it is anchored.
@@ -48,11 +51,13 @@ def searched(pattern: str) -> Language:
 @lru_cache(1_024)
 def _searched(pattern: str) -> tuple[Language, int]:
     """The texts in which ``pattern`` is found, and the work to tell."""
+    parser = Parser(pattern)
     try:
-        sequences = _sequences(Parser(pattern).options())
+        sequences = _sequences(parser.options())
     except RecursionError:
         raise PatternError("is nested too deeply") from None
-    return alt(map(_anchored, sequences)), len(pattern) + sum(map(len, sequences))
+    work = len(pattern) + parser.num_ranges // _RANGES_AT_ONCE + sum(map(len, sequences))
+    return alt(map(_anchored, sequences)), work
 
 
 @lru_cache(256)

@@ -78,10 +78,14 @@ class CharacterReader:
 
     Args:
         cursor: Position in the pattern, moved past what is read.
+
+    Attributes:
+        num_ranges: Ranges of all sets that have been read.
     """
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
+        self.num_ranges = 0
 
     def set_ranges(self) -> Ranges:
         """Code points of a set, whose ``[`` has been read."""
@@ -103,6 +107,7 @@ class CharacterReader:
                 self._cursor.fail("range out of order")
             else:
                 pairs.append((low, high))
+        self.num_ranges += len(pairs) + sum(map(len, classes))
         found = ranges_of(chain(pairs, *classes))  # each class once: one of Unicode has hundreds of ranges
         return others(found) if negated else found
 
@@ -120,8 +125,8 @@ class CharacterReader:
         if char == "b" and in_set:
             return 8
         if char in ("p", "P"):
-            ranges = self._property()
-            return ranges if char == "p" else others(ranges)
+            name = self._property()
+            return _category(name) if char == "p" else _other_categories(name)
         if char == "x":
             return self._hex(2)
         if char == "u":
@@ -163,16 +168,16 @@ class CharacterReader:
             self._cursor.fail("no character")
         return value
 
-    def _property(self) -> Ranges:
+    def _property(self) -> str:
         end = self._cursor.find("}")
         if not self._cursor.take("{") or end < 0:
             self._cursor.fail("expected the name of a property")
         name = self._cursor.text[self._cursor.at : end].removeprefix("General_Category=").removeprefix("gc=")
         self._cursor.at = end + 1
-        ranges = _category(_NAMED_CATEGORIES.get(name, name))
-        if not ranges:
+        category = _NAMED_CATEGORIES.get(name, name)
+        if not _category(category):
             self._cursor.fail(f"unknown property {name[:24]}")
-        return ranges
+        return category
 
 
 @lru_cache(128)
@@ -182,6 +187,12 @@ def _category(name: str) -> Ranges:
         return ANY_CHAR.ranges
     found = [pair for category, pairs in _categories().items() if category.startswith(name) for pair in pairs]
     return ranges_of(found) if 1 <= len(name) <= 2 else ()
+
+
+@lru_cache(128)
+def _other_categories(name: str) -> Ranges:
+    """Code points of all other general categories."""
+    return others(_category(name))
 
 
 @lru_cache(1)

@@ -53,6 +53,11 @@ class Parser:
         self._cursor = Cursor(pattern)
         self._characters = CharacterReader(self._cursor)
 
+    @property
+    def num_ranges(self) -> int:
+        """Ranges of all sets of characters so far."""
+        return self._characters.num_ranges
+
     def options(self) -> tuple[tuple[Term, ...], ...]:
         """The whole pattern."""
         found = self._disjunction()

@@ -271,18 +271,6 @@ def _give_way() -> None:
         _turn.began_s = time.monotonic()
 
 
-@lru_cache(_CACHED)
-def size_of(language: Language) -> int:
-    """The number of its parts."""
-    match language:
-        case Chars():
-            return 1
-        case Cat(parts) | Alt(parts) | Both(parts):
-            return 1 + sum(map(size_of, parts))
-        case Repeat(inner, _, _) | Not(inner):
-            return 1 + size_of(inner)
-
-
 _left: ContextVar[list[int] | None] = ContextVar("work left for languages", default=None)
 
 
@@ -319,7 +307,7 @@ def matches(language: Language, value: str) -> bool:
         TooComplex: the `limited` work is used up.
     """
     for char in value:
-        spend(size_of(language))
+        spend(_num_visited(language) + _num_copied(language) // _COPIED_AT_ONCE)
         language = derivative(language, ord(char))
     return is_nullable(language)
 

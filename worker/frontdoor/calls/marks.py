@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 
 from adapters.calls import CallFormat, Opening
 
@@ -39,6 +40,12 @@ class Marks:
         """Characters at the end of ``text`` that may be the beginning of a mark."""
         longest = min(self._longest - 1, len(text))
         return next((length for length in range(longest, 0, -1) if text[-length:] in self._begun), 0)
+
+
+@lru_cache(8)
+def marks_of(texts: frozenset[str]) -> Marks:
+    """The marks ``texts``, kept for the next answer: a model may have a thousand special tokens."""
+    return Marks(texts)
 
 
 def openings_by_mark(format: CallFormat, names: Collection[str], *, anywhere: bool) -> dict[str, Opening]:

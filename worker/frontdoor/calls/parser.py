@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from adapters.calls import NUMBER, WHITE_SPACE, CallFormat, Opening
 from worker.frontdoor.calls.arguments import Kinds, arguments
-from worker.frontdoor.calls.marks import Marks, openings_by_mark
+from worker.frontdoor.calls.marks import Marks, marks_of, openings_by_mark
 from worker.frontdoor.calls.output import Output
 from worker.frontdoor.calls.pieces import Piece
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
@@ -50,7 +50,7 @@ class CallParser:
         channels = format.channels
         self._channel_marks = {channels.start, channels.channel, channels.end} if channels else set()
         spelled = {*self._channel_marks, *format.special}
-        self._marks = Marks([*self._channel_marks, *self._openings, *(text for text in hidden if text not in spelled)])
+        self._marks = marks_of(frozenset(hidden).difference(spelled).union(self._channel_marks, self._openings))
         self._reader = TextReader()
         self._output = Output()
         self._was_cut_by_length = False
