@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **{engine: ("dlw-agg", {**values_of(f"agg-{engine}"), **OPERATED}) for engine in GPU_ENGINES},
     "hpa": ("other", {"autoscaling": {"enabled": True, "kind": "hpa", "waitingRequests": 16}}),
+    "scaling of vLLM": ("dlw-agg", {**values_of("agg-vllm"), "autoscaling": {"enabled": True}}),
     "added": (
         "dlw-agg",
         {

@@ -49,7 +49,8 @@ class MessageEvents:
             Refused: 502, the chunk is not in OpenAI's form.
         """
         self._usage = chunk.get("usage") or self._usage
-        self._extension = joined_nvext(self._extension, chunk.get("nvext") or {})
+        if chunk.get("nvext"):
+            self._extension = joined_nvext(self._extension, chunk["nvext"])
         events = [] if self._has_begun else self._start(chunk)
         for choice in chunk.get("choices") or ():
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
