@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from adapters.catalog import (
 )
 from adapters.check_command import add_check_command
 from adapters.processors.detection import add_detect_command
+from adapters.standard_output import may_be_cut_off
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -82,15 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add_command in COMMANDS:
         add_command(commands)
     arguments = parser.parse_args(argv)
-    status = 1
+    status: int = 1
     try:
-        status = arguments.run(arguments)
-        sys.stdout.flush()
+        with may_be_cut_off():
+            status = arguments.run(arguments)
     except (CatalogError, KeyError) as error:
         sys.stderr.write(f"{error.args[0]}\n")
         return 2
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
@@ -151,5 +149,5 @@ def _run_table(arguments: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> int:
-    sys.stdout.write(text)
+    print(text, end="")  # nothing where there is no standard output
     return 0

@@ -86,6 +86,16 @@ def worker(store: Memory, pool: str = "pool", ttl_s: float = 300.0) -> BoundaryR
     return BoundaryRecords(store, pool, ttl_s)
 
 
+async def written(
+    records: BoundaryRecords, request_id: str, asked: GenerationRequest, seed: int = 7
+) -> boundary_record.BoundaryRecord:
+    """The record of a request that begins, once the store has it."""
+    record = await records.begin(request_id, asked)
+    record.write(seed)
+    await record.wait_written()
+    return record
+
+
 async def test_only_the_first_token_waits_for_the_record() -> None:
     store = Memory()
     records = worker(store)
@@ -114,18 +124,14 @@ async def test_a_dead_worker_leaves_its_record_and_two_end_the_request() -> None
         await worker(store).begin("a", request(1, 2))
     with pytest.raises(PoisonRequest, match="in flight in 2 workers that died"):
         await worker(store).begin("a", request(1, 2, 3, 4, max_tokens=7))
-    other = await worker(store).begin("a", request(1, 3))
-    other.write(8)
-    await other.wait_written()
+    await written(worker(store), "a", request(1, 3), seed=8)
     assert store.attempts == [1]
     assert (await worker(store, "another pool").begin("a", request(1, 3))).request.params.seed is None
 
 
 async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
     store = Memory()
-    record = await worker(store).begin("a", request(1, 2))
-    record.write(7)
-    await record.wait_written()
+    await written(worker(store), "a", request(1, 2))
     assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 7
     moved = (await worker(store).begin("a", request(1, 2, 5, max_tokens=8))).request
     assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
@@ -137,9 +143,7 @@ async def test_answers_do_not_continue_in_workers_of_other_numerics() -> None:
     first, alike, other = worker(store), worker(store), worker(store)
     for records, changes in ((first, {}), (alike, {}), (other, {"kv_dtype": "int8 of bfloat16"})):
         records.computes(replace(info, **changes))  # type: ignore[arg-type]
-    record = await first.begin("a", request(1, 2))
-    record.write(7)
-    await record.wait_written()
+    await written(first, "a", request(1, 2))
     moved = request(1, 2, 5, max_tokens=8)
     with pytest.raises(InvalidRequest, match=r"request id: its answer cannot go on here: kv_dtype is 'bfloat16' on"):
         await other.begin("a", moved)
@@ -180,9 +184,7 @@ async def test_answers_do_not_continue_in_another_model() -> None:
     first, alike, other, untold = (worker(store) for _ in range(4))
     for records, model in ((first, "5f2a"), (alike, "5f2a"), (other, "80c1"), (untold, "")):
         records.computes(info, lambda: weights["updated"], model)
-    record = await first.begin("a", request(1, 2))
-    record.write(7)
-    await record.wait_written()
+    record = await written(first, "a", request(1, 2))
     moved = request(1, 2, 5, max_tokens=8)
     with pytest.raises(InvalidRequest, match=r"cannot go on here: model is '5f2a' on the worker that .* and '80c1' on"):
         await other.begin("a", moved)
@@ -204,9 +206,7 @@ async def test_who_migrates_in_order_is_not_counted() -> None:
         await record.wait_written()
         await record.release()
         assert store.attempts == [0]
-    broken = await worker(store).begin("a", request(1, 2))
-    broken.write(7)
-    await broken.wait_written()
+    broken = await written(worker(store), "a", request(1, 2))
     broken.drop()
     await broken.release()
     assert store.attempts == [1]
@@ -215,9 +215,7 @@ async def test_who_migrates_in_order_is_not_counted() -> None:
 async def test_a_cancelled_request_goes_away_a_little_later() -> None:
     store = Memory()
     records = worker(store)
-    record = await records.begin("a", request(1, 2))
-    record.write(7)
-    await record.wait_written()
+    record = await written(records, "a", request(1, 2))
     record.expire()
     await store.until(lambda: store.attempts == [0])
     await store.until(lambda: not store.values)
@@ -227,9 +225,7 @@ async def test_a_cancelled_request_goes_away_a_little_later() -> None:
 async def test_an_ended_answer_can_continue_soon_and_is_not_repeated() -> None:
     store = Memory()
     records = worker(store)
-    record = await records.begin("a", request(1, 2))
-    record.write(7)
-    await record.wait_written()
+    record = await written(records, "a", request(1, 2))
     record.settle()
     await store.until(lambda: all(Boundary.decode(value).is_answered for value in store.values.values()))
     again = await worker(store).begin("a", request(1, 2, 3, max_tokens=8))
@@ -244,12 +240,8 @@ async def test_an_ended_answer_can_continue_soon_and_is_not_repeated() -> None:
 async def test_what_another_worker_has_taken_over_is_left_alone() -> None:
     store = Memory()
     slow, fast = worker(store), worker(store)
-    first = await slow.begin("a", request(1, 2))
-    first.write(7)
-    await first.wait_written()
-    second = await fast.begin("a", request(1, 2, 5, max_tokens=8))
-    second.write(7)
-    await second.wait_written()
+    first = await written(slow, "a", request(1, 2))
+    second = await written(fast, "a", request(1, 2, 5, max_tokens=8))
     await first.release()
     assert store.attempts == [2]
     second.settle()
@@ -264,13 +256,9 @@ async def test_a_resumed_worker_does_not_take_over_a_cancelled_request(closes: b
     """
     store = Memory()
     stopped, serving, last = worker(store), worker(store), worker(store)
-    record = await serving.begin("r", request(1, 3))
-    record.write(5)
-    await record.wait_written()
+    await written(serving, "r", request(1, 3), seed=5)
     before = dict(store.values)
-    late = await stopped.begin("r", request(1, 3))
-    late.write(5)
-    await late.wait_written()
+    late = await written(stopped, "r", request(1, 3), seed=5)
     assert store.values != before
     late.expire()
     if closes:
@@ -301,12 +289,8 @@ async def test_what_another_worker_has_taken_over_is_not_renewed() -> None:
     """
     store = Memory()
     stopped, serving, last = worker(store), worker(store), worker(store)
-    first = await stopped.begin("a", request(1, 2))
-    first.write(7)
-    await first.wait_written()
-    second = await serving.begin("a", request(1, 2, 5, max_tokens=8))
-    second.write(7)
-    await second.wait_written()
+    first = await written(stopped, "a", request(1, 2))
+    second = await written(serving, "a", request(1, 2, 5, max_tokens=8))
     before = dict(store.values)
     await first.renew()
     first.sampled_from("5f2a")
@@ -322,9 +306,7 @@ async def test_what_another_worker_has_taken_over_is_not_renewed() -> None:
 async def test_a_record_that_could_not_replace_another_is_missed() -> None:
     """Also where the weights have changed meanwhile, and the record is written again."""
     store = Memory()
-    first = await worker(store).begin("a", request(1, 2))
-    first.write(7)
-    await first.wait_written()
+    await written(worker(store), "a", request(1, 2))
     second = await worker(store).begin("a", request(1, 2, 5, max_tokens=8))
     store.fails = True
     second.write(7)
@@ -338,9 +320,7 @@ async def test_a_record_that_could_not_replace_another_is_missed() -> None:
 async def test_a_record_that_the_store_has_lost_is_written_anew() -> None:
     store = Memory()
     records = worker(store)
-    record = await records.begin("a", request(1, 2))
-    record.write(7)
-    await record.wait_written()
+    record = await written(records, "a", request(1, 2))
     before = dict(store.values)
     for lost in ({}, dict.fromkeys(before, b"damaged")):
         store.values = lost
@@ -395,8 +375,6 @@ async def test_a_damaged_record_refuses_its_request_and_no_other(data: bytes) ->
     with pytest.raises(BoundaryStoreUnavailable, match="memory: a record cannot be read"):
         await records.begin("damaged", request(1, 3, 4))
     assert records.num_failures == 1
-    record = await records.begin("other", request(1, 3, 4))
-    record.write(7)
-    await record.wait_written()
+    record = await written(records, "other", request(1, 3, 4))
     record.drop()
     await records.close()

@@ -218,3 +218,10 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     wrong = subprocess.run([*command, "--jsom"], env=environ, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "--jsom" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["worker doctor", "adapters list"])
+def test_commands_need_no_standard_output(command: str) -> None:
+    started = ["sh", "-c", f'exec "$0" -m {command} >&-', sys.executable]
+    ended = subprocess.run(started, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr == ""

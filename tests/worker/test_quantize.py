@@ -18,29 +18,26 @@ from worker.tiny_model import write_tiny_model
 WEIGHTS = "model.safetensors"
 
 
+def quantised_logits(source: Path) -> torch.Tensor:
+    """Logits of the checkpoint that is written of a source."""
+    target = source.with_name(f"{source.name}-int8")
+    assert main([str(source), "--to", "int8", "--output", str(target)]) == 0
+    return logits(load(target))
+
+
 def test_tensors_without_a_place_are_no_obstacle(tmp_path: Path) -> None:
     """Older checkpoints have the frequencies of RoPE for each layer."""
     plain, older = (write_tiny_model(tmp_path / name) for name in ("plain", "older"))
     frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)}
     save_file(load_file(older / WEIGHTS) | frequencies, older / WEIGHTS, metadata={"format": "pt"})
-    found = []
-    for source in (plain, older):
-        target = tmp_path / f"{source.name}-int8"
-        assert main([str(source), "--to", "int8", "--output", str(target)]) == 0
-        found.append(logits(load(target)))
-    assert torch.equal(*found)
+    assert torch.equal(*map(quantised_logits, (plain, older)))
 
 
 def test_names_of_a_model_without_a_head(tmp_path: Path) -> None:
     plain, short = (write_tiny_model(tmp_path / name, arch="qwen3") for name in ("plain", "short"))
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(short / WEIGHTS).items()}
     save_file(tensors, short / WEIGHTS, metadata={"format": "pt"})
-    found = []
-    for source in (plain, short):
-        target = tmp_path / f"{source.name}-int8"
-        assert main([str(source), "--to", "int8", "--output", str(target)]) == 0
-        found.append(logits(load(target)))
-    assert torch.equal(*found)
+    assert torch.equal(*map(quantised_logits, (plain, short)))
 
 
 def test_all_chat_templates_are_kept(tmp_path: Path) -> None:

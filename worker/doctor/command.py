@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from adapters.standard_output import may_be_cut_off
 from worker.doctor.machine import machine
 from worker.doctor.packages import packages
 from worker.doctor.ports import ports
@@ -26,10 +26,8 @@ def main(argv: Sequence[str]) -> int:
     lines = [each.line(width) for each in findings]
     if options.json:
         lines = [json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False)]
-    try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with may_be_cut_off():
+        print(*lines, sep="\n")
     return int(any(each.level == "lacks" for each in findings))
 
 

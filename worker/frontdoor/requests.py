@@ -138,8 +138,7 @@ def names_of(
         carries_guides: See `rewritten`.
     """
     chosen = fields.get(SELECTION_FIELD)
-    places = [text for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
-    selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
+    selection = _selection_in(_places_in(fields), chosen)
     carries_guides = carries_guides and METADATA_HEADER not in headers
     allowed = allowed_places(fields)
     made = _as_processors(tables(SamplingParams)[path], dict(with_allowed_tools(fields)), calls, carries_guides)
@@ -154,10 +153,10 @@ def deadline_of(fields: Body, headers: Mapping[bytes, bytes]) -> float | None:
         fields: The client's fields, which `rewritten_fields` takes.
         headers: See `rewritten_fields`.
     """
-    places = [text[len(ANNOTATION) :] for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
     if METADATA_HEADER in headers:
-        places = [headers[METADATA_HEADER].decode("latin-1")]
-    selection = json.loads(places[0]) if places else _selection_of(fields.get(SELECTION_FIELD))
+        selection: dict[str, Any] = json.loads(headers[METADATA_HEADER].decode("latin-1"))
+    else:
+        selection = _selection_in(_places_in(fields), fields.get(SELECTION_FIELD))
     return selection.get("deadline")
 
 
@@ -268,8 +267,7 @@ def _with_selection(
     The selection is checked as far as that needs no model, wherever it came from.
     """
     chosen = fields.pop(SELECTION_FIELD, None)
-    annotations = annotations_of(fields.get("nvext"))
-    places = [text for text in annotations if text.startswith(ANNOTATION)]
+    places = _places_in(fields)
     header = headers.get(METADATA_HEADER)
     if len(places) + (header is not None) + (not is_one_of(chosen, _NO_SELECTION)) > 1:
         raise FieldRefused(
@@ -286,7 +284,7 @@ def _with_selection(
     if is_one_of(chosen, _NO_SELECTION) and not made:
         return False
 
-    selection = json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
+    selection = _selection_in(places, chosen)
     listed = list(selection.get("processors", ()))
     for each in made:
         each.refuse_named_too(listed)
@@ -296,6 +294,16 @@ def _with_selection(
     receipt = _checked(text, catalog, name).receipt
     _annotate(fields, places, ANNOTATION + text, bool(receipt), name)
     return True
+
+
+def _places_in(fields: Body) -> list[str]:
+    """The annotations that select processors."""
+    return [text for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
+
+
+def _selection_in(places: Sequence[str], chosen: Any) -> dict[str, Any]:
+    """The selection of an annotation, or that of the field where there is none."""
+    return json.loads(places[0][len(ANNOTATION) :]) if places else _selection_of(chosen)
 
 
 def _selection_of(chosen: Any) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from adapters.standard_output import discard, may_be_cut_off
 from worker.errors import ConfigurationError
 
 
@@ -18,16 +17,8 @@ def standard_output() -> Iterator[None]:
         ConfigurationError: it cannot be written, as on a full disk.
     """
     try:
-        yield
-        if sys.stdout is not None:  # as where the command was started without one
-            sys.stdout.flush()
-    except BrokenPipeError:  # `| head`
-        _discard()
+        with may_be_cut_off():
+            yield
     except OSError as error:
-        _discard()
+        discard()
         raise ConfigurationError(f"standard output: {error.strerror}") from None
-
-
-def _discard() -> None:
-    """Let go of what Python would try to write once more at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -217,7 +217,7 @@ def finish(status: int) -> None:
     by `WorkerEngine.cleanup`.
     """
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a process may be started without one
         with contextlib.suppress(OSError):  # its disk is full
             stream.flush()
     os._exit(status)

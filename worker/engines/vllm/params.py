@@ -86,8 +86,8 @@ class Served:
         """Names of the controls that vLLM applies, as the worker means them, to an answer that
         these ids end.
 
-        Its ``min_tokens`` keeps the end tokens of model and tokenizer away too, whether or not they
-        end the answer.
+        The ``min_tokens`` of vLLM keeps the end tokens of model and tokenizer away too, whether or
+        not they end the answer.
         """
         others = {*self.eos_token_ids, self.tokenizer_end} - {None}
         return self.native if others <= ends and len(ends) <= MOST_KEPT_AWAY else self.native - {"min_tokens"}

@@ -1,0 +1,24 @@
+"""Standard output of commands, whose readers may have read enough."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def may_be_cut_off() -> Iterator[None]:
+    """Lets what is printed within be cut off by a reader that has read enough, as ``head`` does."""
+    try:
+        yield
+        if sys.stdout is not None:  # as where the command was started without one
+            sys.stdout.flush()
+    except BrokenPipeError:
+        discard()
+
+
+def discard() -> None:
+    """Let go of what Python would try to write once more at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
