@@ -149,5 +149,6 @@ def _run_table(arguments: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> int:
-    print(text, end="")  # nothing where there is no standard output
+    if sys.stdout is not None:  # as where the command was started without one
+        sys.stdout.write(text)
     return 0
