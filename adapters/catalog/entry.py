@@ -135,7 +135,7 @@ class Entry:
         _check_scope(requested, processor, context)
         args = self.parse_args(requested)
         with _refusals(requested):
-            return f"{requested.path}.args.{processor.argument}", processor.grammar(args, context.vocabulary)
+            return f"{requested.path}.args.{processor.argument}", processor.kept_grammar(args, context.vocabulary)
 
 
 @contextmanager

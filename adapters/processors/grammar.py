@@ -12,8 +12,6 @@ import pickle
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextvars import Context as ContextVars
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -38,14 +36,12 @@ from adapters.grammars.compiler import byte_tables, load_tokenizer
 from adapters.grammars.forced_text import MAX_ALLOWED, ForcedText
 from adapters.grammars.json_schema import (
     MAX_GRAMMAR,
-    MAX_WORK_OF_ALL,
     SchemaRefused,
     arguments_grammar,
-    count_cases,
     lark_grammar,
-    limited,
     literal,
 )
+from adapters.grammars.kept import KeptGrammars
 from adapters.grammars.lark import (
     as_grammar,
     check_options,
@@ -62,14 +58,6 @@ from adapters.vocabulary import Vocabulary, vocabulary_at
 
 MAX_SOURCE = 1024 * 1024
 """Most characters of a grammar's source."""
-
-MAX_KEPT = 64 * 1024
-"""Most characters of a schema whose grammar is kept."""
-
-MAX_KEPT_GRAMMAR = 4 * MAX_KEPT
-"""Most characters of a grammar that is kept: of a pattern with classes of Unicode it is thousands
-of times as long as its schema.
-"""
 
 _IGNORED_ATTRIBUTE = re.compile(r"\btemperature\s*=")
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -127,8 +115,7 @@ class GrammarProcessor(SteeringProcessor):
     def __init__(self, args: Any, context: Context) -> None:
         if not context.end_token_ids:
             raise ArgumentError(self.argument, "needs an end token, and this request has none")
-        with limited(MAX_WORK_OF_ALL):
-            self._grammar = self.grammar(args, context.vocabulary)
+        self._grammar = self.kept_grammar(args, context.vocabulary)
         self._end = tuple(sorted(context.end_token_ids))
         vocabulary = context.vocabulary
         # A grammar can name any id, or all.
@@ -149,6 +136,23 @@ class GrammarProcessor(SteeringProcessor):
         Raises:
             ArgumentError: it is malformed.
         """
+
+    @classmethod
+    def kept_grammar(cls, args: ProcessorArgs, vocabulary: Vocabulary) -> str:
+        """`grammar`, which is kept for requests that send the same arguments.
+
+        Raises:
+            ArgumentError: it is malformed.
+        """
+        kept = vocabulary.derived("grammars' sources", KeptGrammars)
+        try:
+            key = json.dumps([cls.name, args.model_dump()])
+        except RecursionError:
+            return cls.grammar(args, vocabulary)
+        try:
+            return kept.grammar(key, lambda: cls.grammar(args, vocabulary))
+        except SchemaRefused as error:
+            raise ArgumentError(cls.argument, str(error)) from error
 
     @property
     def source(self) -> str:
@@ -307,54 +311,11 @@ class JsonSchema(GrammarProcessor):
     @classmethod
     def grammar(cls, args: Args, vocabulary: Vocabulary) -> str:
         """See `GrammarProcessor.grammar`."""
-        text = _dumped(args.schema_)
-        _check_length("schema", text)
+        _check_length("schema", _dumped(args.schema_))
         try:
-            if len(text) > MAX_KEPT:
-                return as_grammar(lark_grammar(args.schema_, compact=args.compact))
-            return _kept_grammar(text, args.compact)
+            return as_grammar(lark_grammar(args.schema_, compact=args.compact))
         except SchemaRefused as error:
             raise ArgumentError("schema", str(error)) from error
-
-
-def _kept_grammar(schema: str, compact: bool) -> str:
-    """The grammar of a schema's text, which many requests send; kept unless it is large.
-
-    The work for it counts whether it was kept or not: a request is refused each time, or never.
-    """
-    try:
-        found, work = _small_grammar(schema, compact)
-    except _Large as large:
-        found, work = large.grammar, large.work
-    count_cases(work)
-    return found
-
-
-class _Large(Exception):
-    """A grammar is not kept.
-
-    Args:
-        grammar: The grammar.
-        work: Work for it.
-    """
-
-    def __init__(self, grammar: str, work: int) -> None:
-        super().__init__()
-        self.grammar, self.work = grammar, work
-
-
-@lru_cache(256)  # which keeps nothing of a call that raises
-def _small_grammar(schema: str, compact: bool) -> tuple[str, int]:
-    """The grammar of a schema's text, and the work for it. Raises `_Large`."""
-    return ContextVars().run(_grammar_and_work, schema, compact)  # whatever is left of a limit outside
-
-
-def _grammar_and_work(schema: str, compact: bool) -> tuple[str, int]:
-    with limited(MAX_WORK_OF_ALL) as work_done:
-        found = as_grammar(lark_grammar(json.loads(schema), compact=compact))
-    if len(found) > MAX_KEPT_GRAMMAR:
-        raise _Large(found, work_done())
-    return found, work_done()
 
 
 def arguments_of_call(schema: Any, notation: Literal["python", "keywords"] | TagNotation) -> str:

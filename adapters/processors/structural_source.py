@@ -148,7 +148,7 @@ class StructuralSource:
             of: Owner of the schema, for errors.
         """
         try:
-            made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), self._vocabulary)
+            made = JsonSchema.kept_grammar(JsonSchema.Args.model_validate({"schema": schema}), self._vocabulary)
         except ArgumentError as error:
             raise ArgumentError(self._argument, f"{of}: {error.problem}") from error
         return self._added(made)

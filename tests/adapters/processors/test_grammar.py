@@ -585,13 +585,3 @@ def test_the_schemas_of_tools_are_so_large_together() -> None:
     source = StructuralSource("tools", BYTES)
     with pytest.raises(ArgumentError, match="characters in all"):
         deque((source.json(lettered(number), f"tools[{number}]") for number in range(3)), maxlen=0)
-
-
-def test_a_large_grammar_of_a_small_schema_is_not_kept() -> None:
-    """The texts of 256 of them would take a gigabyte of a worker's memory, for good."""
-    for number, is_kept in ((0, False), (1, True)):
-        before = grammar_module._small_grammar.cache_info().currsize
-        schema = {"maxLength": 123 + number} if is_kept else lettered(number)
-        made = JsonSchema.grammar(JsonSchema.Args.model_validate({"schema": schema}), BYTES)
-        assert (len(made) < 10_000) == is_kept
-        assert grammar_module._small_grammar.cache_info().currsize == min(256, before + is_kept)
