@@ -59,6 +59,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(model: Path, policy: Path) -> AsyncIterator[Client]:
     """A worker that computes prompts in chunks, with pages for some of its requests only."""
     small = ["--context-length", "512", "--kv-blocks", "64", "--max-num-seqs", "6", "--max-num-batched-tokens", "24"]
+    small += ["--max-mixed-chunk", "24"]  # not as long as steps take: whether some are preempted would depend on it
     async with serving(model, *small, "--processor-policy", str(policy), "--drain-timeout-s", "0") as client:
         yield client
 
@@ -191,7 +192,7 @@ async def test_a_preempted_watermarked_answer_of_a_batch_is_replayed(
     served: Client, policy: Path, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [[(place * 7 + which) % 900 + 5 for place in range(240)] for which in range(5)]
-    asked = {"sampling_options": DRAWN, "stop_conditions": {"max_tokens": 30, "ignore_eos": True}}
+    asked = {"sampling_options": DRAWN, "stop_conditions": {"max_tokens": 60, "ignore_eos": True}}
     chosen = [processor("frequency_penalty", penalty=0.3), processor("no_repeat_ngram", n=3)]
     answers = await asyncio.gather(*(served.ask(prompt, *chosen, **asked) for prompt in prompts))  # type: ignore[arg-type]
     preempted = [answer.receipt["preemptions"] for answer in answers]
