@@ -92,11 +92,11 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
 
 
 def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:
-    """Whether tokens are sampled: by the fields, or by a named processor if they say nothing."""
+    """Whether tokens are sampled: by the fields, or by a named processor if no field is greedy."""
     if not params.is_greedy:
         return True
-    says_nothing = all(getattr(params, one.name) is None for one in late_controls(type(params)))
-    return says_nothing and chain is not None and chain.wants_random_sampling
+    is_told = any(getattr(params, one.name) == one.greedy for one in late_controls(type(params)))
+    return not is_told and chain is not None and chain.wants_random_sampling
 
 
 def temperature_of(params: SamplingParams, chain: ProcessorChain | None) -> float:
