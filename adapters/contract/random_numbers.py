@@ -21,6 +21,8 @@ SAMPLE = 0
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _PER_CHOICE = 0xD1342543DE82EF95
+_HIGHEST = 1 - 2.0**-53
+"""The highest float64 below 1: the highest sum of 53 bits and a half is rounded to 1."""
 
 
 def _mix(word: int) -> int:
@@ -39,7 +41,7 @@ def key(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> int:
 
 def uniform(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> float:
     """A float64 in the open interval (0, 1), from the top 53 bits of `key`."""
-    return ((key(seed, choice, position, purpose) >> 11) + 0.5) * 2.0**-53
+    return min(((key(seed, choice, position, purpose) >> 11) + 0.5) * 2.0**-53, _HIGHEST)
 
 
 def uniform_rows(
@@ -74,4 +76,4 @@ def _mix_words(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, n
 
 
 def _as_uniform(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return np.minimum(((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53, _HIGHEST)
