@@ -18,6 +18,11 @@ import torch
 SAMPLE = 0
 """Purpose of the sampler. Processors use a positive constant of their own."""
 
+SAMPLE_AGAIN = 2**32
+"""Times n, purpose of the sampler where n tokens were sampled and ruled out before: a number that
+has led to one of them would lead to its neighbour.
+"""
+
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _PER_CHOICE = 0xD1342543DE82EF95
@@ -45,12 +50,12 @@ def uniform(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> flo
 
 
 def uniform_rows(
-    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int = SAMPLE
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purposes: Sequence[int]
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`uniform` of many rows at once: float64 ``[R]``."""
     state = _mix_words(np.array(seeds, dtype=np.uint64) + np.uint64(_GAMMA))
     state += np.array(choices, dtype=np.uint64) * np.uint64(_PER_CHOICE)
-    for words in (positions, (purpose,)):
+    for words in (positions, purposes):
         state = _mix_words(state + np.uint64(_GAMMA) + np.array(words, dtype=np.uint64))
     return _as_uniform(_mix_words(state + np.uint64(_GAMMA)))
 

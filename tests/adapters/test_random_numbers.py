@@ -14,11 +14,11 @@ words = st.integers(0, 2**64 - 1)
 counts = st.integers(0, 2**40)
 
 
-@given(rows=st.lists(st.tuples(words, counts, counts), min_size=1, max_size=5), purpose=st.integers(0, 9))
-def test_rows_are_drawn_as_one(rows: list[tuple[int, int, int]], purpose: int) -> None:
-    seeds, choices, positions = (list(column) for column in zip(*rows, strict=True))
-    together = uniform_rows(seeds, choices, positions, purpose).tolist()
-    assert together == [uniform(*row, purpose) for row in rows]
+@given(rows=st.lists(st.tuples(words, counts, counts, st.integers(0, 9) | words), min_size=1, max_size=5))
+def test_rows_are_drawn_as_one(rows: list[tuple[int, int, int, int]]) -> None:
+    seeds, choices, positions, purposes = (list(column) for column in zip(*rows, strict=True))
+    together = uniform_rows(seeds, choices, positions, purposes).tolist()
+    assert together == [uniform(*row) for row in rows]
     assert all(0 < number < 1 for number in together)
 
 
@@ -49,6 +49,6 @@ def test_no_seed_has_the_number_1(position: int, purpose: int, low: int) -> None
     seed = (unmixed(state & _MASK) - _GAMMA) & _MASK
     assert key(seed, 0, position, purpose) == hashed
     assert uniform(seed, 0, position, purpose) == 1 - 2.0**-53
-    assert uniform_rows([seed], [0], [position], purpose).tolist() == [1 - 2.0**-53]
+    assert uniform_rows([seed], [0], [position], [purpose]).tolist() == [1 - 2.0**-53]
     (number,) = uniforms_at(unmixed(hashed), torch.tensor([0])).tolist()
     assert np.log(-np.log(number)) < 0

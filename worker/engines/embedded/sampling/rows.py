@@ -11,6 +11,7 @@ import torch
 
 from adapters.chain import Planned
 from adapters.contract import SAMPLE, uniform_rows
+from adapters.contract.random_numbers import SAMPLE_AGAIN
 from adapters.processors.truncation import Temperature
 from adapters.sampling.truncation import GREEDY_BELOW
 from worker.engines.embedded.plan import Request
@@ -117,8 +118,11 @@ class RowTable:
         """This step's random number of each randomly sampled row."""
         if not self.random:
             return {}
-        positions = [len(request.tokens) + depth for request, depth in (self.owners[row] for row in self.random)]
-        numbers = uniform_rows(self._seeds, self._choices, positions, SAMPLE)
+        owners = [self.owners[row] for row in self.random]
+        positions = [len(request.tokens) + depth for request, depth in owners]
+        ruled_out = [0 if request.chain is None else request.chain.num_ruled_out for request, _ in owners]
+        purposes = [SAMPLE + SAMPLE_AGAIN * count for count in ruled_out]
+        numbers = uniform_rows(self._seeds, self._choices, positions, purposes)
         return dict(zip(self.random, numbers.tolist(), strict=True))
 
     def divided(self, highest: list[float]) -> list[float]:
