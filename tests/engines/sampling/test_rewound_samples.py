@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -35,9 +35,9 @@ def answer(world: World, seed: int, length: int) -> History:
     return tuple(request.tokens[len(PROMPT) :])
 
 
-def expected(world: World, phrase_length: int, length: int) -> Counter[History]:
+def expected(world: World, phrase_length: int, length: int) -> dict[History, float]:
     """The probability of each answer, where each token is a character."""
-    found: Counter[History] = Counter()
+    found: dict[History, float] = defaultdict(float)
 
     def sample(history: History, bans: tuple[History, ...], chance: float) -> None:
         if len(history) == length:
@@ -61,7 +61,7 @@ def expected(world: World, phrase_length: int, length: int) -> Counter[History]:
 def test_a_rewound_token_is_as_likely_as_the_logits_say(phrase: str, shown: int) -> None:
     """The number that has led to the rewind would nearly always lead to the same other token."""
     world, length, count = World("abcd", [phrase]), len(phrase) + 1, 1500
-    chances: Counter[History] = Counter()
+    chances: dict[History, float] = defaultdict(float)
     for each, chance in expected(world, len(phrase), length).items():
         chances[each[:shown]] += chance
     assert sum(chances.values()) == pytest.approx(1)

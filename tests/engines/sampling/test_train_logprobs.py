@@ -249,10 +249,10 @@ def test_the_temperature_is_the_one_that_acts(
     context = Context(Vocabulary(WIDTH), seed=seed, think_start=(think,), think_end=(answer,))
     prompt = [5, think, 6, *([] if thinks else [answer])]
     processors = [Temperature(Temperature.Args(value=value), context) for value, _ in named]
-    chain = ProcessorChain(processors, context, scopes=[scope for _, scope in named])
-    chain.start(prompt)
+    given_chain = ProcessorChain(processors, context, scopes=[scope for _, scope in named])
+    given_chain.start(prompt)
     asked = SamplingParams(max_tokens=1, logprobs_mode="train", temperature=field)
-    left, chain = with_field_processors(asked, chain, prompt, context, by_sampler=FIELDS)
+    left, chain = with_field_processors(asked, given_chain, prompt, context, by_sampler=FIELDS)
     request = Request("one", 0, left, prompt, len(prompt), 64, frozenset(), seed=seed, chain=chain)
     plan = Plan((request,), (), (request,))
     logits = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
