@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 SAMPLE = 0
-"""Purpose of the sampler. Processors use a positive constant of their own."""
+"""Purpose of the sampler. Processors use a constant of their own, from 1 to 2**32 - 1."""
 
 SAMPLE_AGAIN = 2**32
 """Times n, purpose of the sampler where n tokens were sampled and ruled out before: a number that
