@@ -71,6 +71,11 @@ class Backtracking:
         """Position of the first token that may still be sampled again, None if none may."""
         return self._held[-1]
 
+    @property
+    def num_ruled_out(self) -> int:
+        """Number of tokens that were ruled out for the next position."""
+        return len(set[int]().union(*(bans.get(len(self._tokens), ()) for bans in self._bans)))
+
     def rule_out_first(self, sent: int, *, ends: bool) -> int | None:
         """Rule out the first token that a processor rewinds to; its position, None if none does.
 

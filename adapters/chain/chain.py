@@ -382,6 +382,12 @@ class ProcessorChain:
         backtracking = self._history.backtracking
         return None if backtracking is None else backtracking.held_from
 
+    @property
+    def num_ruled_out(self) -> int:
+        """Number of tokens that were sampled at this position, rewound and masked."""
+        backtracking = self._history.backtracking
+        return 0 if backtracking is None else backtracking.num_ruled_out
+
     def rewind_if_asked(self, sent: int = 0, *, ends: bool = False) -> int | None:
         """Rewind to where a backtracking processor asks for, and mask there the token that was.
 

@@ -16,11 +16,18 @@ import numpy as np
 import torch
 
 SAMPLE = 0
-"""Purpose of the sampler. Processors use a positive constant of their own."""
+"""Purpose of the sampler. Processors use a constant of their own, from 1 to 2**32 - 1."""
+
+SAMPLE_AGAIN = 2**32
+"""Times n, purpose of the sampler where n tokens were sampled and ruled out before: a number that
+has led to one of them would lead to its neighbour.
+"""
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _PER_CHOICE = 0xD1342543DE82EF95
+_HIGHEST = 1 - 2.0**-53
+"""The highest float64 below 1: the highest sum of 53 bits and a half is rounded to 1."""
 
 
 def _mix(word: int) -> int:
@@ -39,16 +46,16 @@ def key(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> int:
 
 def uniform(seed: int, choice: int, position: int, purpose: int = SAMPLE) -> float:
     """A float64 in the open interval (0, 1), from the top 53 bits of `key`."""
-    return ((key(seed, choice, position, purpose) >> 11) + 0.5) * 2.0**-53
+    return min(((key(seed, choice, position, purpose) >> 11) + 0.5) * 2.0**-53, _HIGHEST)
 
 
 def uniform_rows(
-    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int = SAMPLE
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purposes: Sequence[int]
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`uniform` of many rows at once: float64 ``[R]``."""
     state = _mix_words(np.array(seeds, dtype=np.uint64) + np.uint64(_GAMMA))
     state += np.array(choices, dtype=np.uint64) * np.uint64(_PER_CHOICE)
-    for words in (positions, (purpose,)):
+    for words in (positions, purposes):
         state = _mix_words(state + np.uint64(_GAMMA) + np.array(words, dtype=np.uint64))
     return _as_uniform(_mix_words(state + np.uint64(_GAMMA)))
 
@@ -74,4 +81,4 @@ def _mix_words(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, n
 
 
 def _as_uniform(words: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return np.minimum(((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53, _HIGHEST)

@@ -111,7 +111,7 @@ class LogitsPipe:
 
         Raises:
             ValueError: an op raised, its error is the cause; or no op of the pipe takes one of the
-                parameters.
+                parameters; or half precision has no number as high as a result.
         """
         if self.compiled_ops is None:
             logger.warning("Pipeline is not compiled, running discrete ops.")
@@ -126,12 +126,26 @@ class LogitsPipe:
             except Exception as error:  # the boundary to a user's op
                 raise ValueError(f"Error executing operator {index} ({type(op).__name__}): {error}") from error
         if first.dtype in _HALF and tensor.type is first.type:
-            return tensor.data.to(first.dtype)
+            return _narrowed(tensor.data, first.dtype)
         return tensor.data
 
     def __repr__(self) -> str:
         compiled = _names(self.compiled_ops or [])
         return f"LogitsPipe([{_names(self.processors)}], ops=[{_names(self.ops)}], compiled_ops=[{compiled}])"
+
+
+def _narrowed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``rows`` (``[B, V]``) in half precision.
+
+    Raises:
+        ValueError: a value is above its range, and would be infinite.
+    """
+    found = rows.to(dtype)
+    beyond = (found == torch.inf) & (rows < torch.inf)
+    if bool(beyond.any()):
+        row = int(beyond.nonzero()[0, 0])
+        raise ValueError(f"row {row} is too large for {dtype}: {float(rows[row].max())}")
+    return found
 
 
 def with_joint_windows(ops: Sequence[Op]) -> list[Op]:

@@ -242,7 +242,7 @@ class _PhraseInsteadOfEnd(ShapingProcessor):
         mass, best = ends.logsumexp(0), logits.amax()
         below = torch.nextafter(best, torch.full_like(best, -torch.inf))
         mass = torch.where(ends.amax() >= best, mass, torch.minimum(mass, below))
-        logits[self._first] = torch.where(first == -torch.inf, first, mass)
+        logits[self._first] = torch.where(first.isfinite(), mass, first)
 
 
 def end_token(context: Context, argument: str) -> int:

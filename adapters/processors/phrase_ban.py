@@ -48,7 +48,7 @@ class PhraseBan(BacktrackingProcessor):
     """
 
     name = "phrase_ban"
-    version = 2  # a rewind can be followed by an earlier one; the end of an answer counts
+    version = 3  # a rewound position has another random number each time
     reads = Reads.GENERATED
 
     class Args(ProcessorArgs):

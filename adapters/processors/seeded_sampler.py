@@ -16,6 +16,8 @@ class SeededSampler(ShapingProcessor):
     (`adapters.contract.random_numbers`).
     Temperature and truncation precede it in the chain. No request can name it.
 
+    A row that holds NaN or +inf is left as it is: who checks it finds that.
+
     Args:
         seed: Seed of the request, uint64; None is greedy, ties to the lowest id.
         choice: Index of the choice.
@@ -31,6 +33,8 @@ class SeededSampler(ShapingProcessor):
         self._choice = choice
 
     def shape(self, logits: torch.Tensor) -> None:
+        if not bool(logits.max().isfinite()):
+            return
         token_id = _argmax(logits) if self._seed is None else self._sampled(logits, self._seed)
         value = logits[token_id].clone()
         logits.fill_(-torch.inf)

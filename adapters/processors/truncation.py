@@ -254,7 +254,7 @@ class TopNSigma(_RowWise):
         below = (logits - highest).masked_fill_(~finite, 0.0)
         mean = row_sums(below) / count
         squares = (below - mean).square_().masked_fill_(~finite, 0.0)
-        sigma = (row_sums(squares) / count).sqrt_()
+        sigma = (row_sums(squares) / count).sqrt_().clamp_(max=torch.finfo(logits.dtype).max)  # 0 * inf is NaN
         cuts = highest - column([p.n for p in processors], logits) * sigma
         logits.masked_fill_(logits < cuts, -torch.inf)
 

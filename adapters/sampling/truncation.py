@@ -182,7 +182,7 @@ def _keep_top_p_on_host(logits: torch.Tensor, rows: list[int], ps: Sequence[floa
     some = None if len(rows) == len(logits) else torch.tensor(rows)
     chosen = maxima if some is None else maxima[some]
     values, ids = top_in_order(logits, min(_FEW, logits.shape[1]), chosen, some)
-    weights = weigh(values, values[:, :1])
+    weights = weigh(values, values[:, :1], logits.shape[1])
     sure = mass_among(values, weights).tolist()
     weigher = whole_row(logits.shape[1])
     for index, row in enumerate(rows):

@@ -65,21 +65,22 @@ def as_units(weights: torch.Tensor, bits: int) -> torch.Tensor:
     return weights.add_(offset).view(torch.int64).sub_(zero)
 
 
-def weigh(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
-    """int64 weights of float logits ``[R, V]``.
+def weigh(logits: torch.Tensor, highest: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int64 weights of float logits ``[R, n]``, whole rows or some of their tokens.
 
     Args:
         logits: Finite or -inf, which has the weight 0.
         highest: Highest logit of each row, finite, ``[R, 1]``; weights are undefined where it is
             not.
+        vocab_size: Width of a whole row, which decides the unit.
     """
-    return as_units(exponential_(logits.double() - highest.double()), weight_bits(logits.shape[1]))
+    return as_units(exponential_(logits.double() - highest.double()), weight_bits(vocab_size))
 
 
 def weights_of(logits: torch.Tensor) -> torch.Tensor:
     """int64 weights of float logits ``[R, V]``; 0 in a row whose highest logit is not finite."""
     highest = logits.amax(-1, keepdim=True)
-    return weigh(logits, highest).mul_(highest.isfinite())
+    return weigh(logits, highest, logits.shape[1]).mul_(highest.isfinite())
 
 
 def weights_of_probabilities(probabilities: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.contract import SAMPLE, uniform
+from adapters.chain import ProcessorChain
+from adapters.contract import SAMPLE, Context, uniform
 from adapters.processors.seeded_sampler import SeededSampler
+from adapters.processors.truncation import Temperature
+from adapters.trtllm import create_trtllm_adapters
+from adapters.vocabulary import Vocabulary
 
 
 def token(draw: SeededSampler, logits: torch.Tensor) -> int:
@@ -46,3 +51,19 @@ def test_masked_tokens_are_never_drawn_and_all_others_are() -> None:
 
 def test_without_a_seed_the_likeliest_of_equals_is_the_lowest_id() -> None:
     assert token(SeededSampler(None), torch.tensor([0.0, 3.0, 3.0, 1.0])) == 1
+
+
+@pytest.mark.parametrize(("odd", "reason"), [(math.nan, "nan"), (math.inf, "infinite")])
+@pytest.mark.parametrize("seed", [None, 7])
+@given(at=st.integers(0, 9))
+def test_a_row_without_numbers_ends_its_request(odd: float, reason: str, seed: int | None, at: int) -> None:
+    """No token is sampled from it, token 0 least of all."""
+    context = Context(Vocabulary(10))
+    chain = ProcessorChain([Temperature(Temperature.Args(value=0.7), context), SeededSampler(seed)], context)
+    chain.start([1, 2])
+    (adapter,) = create_trtllm_adapters([chain], end_id=4)
+    logits = torch.arange(10.0).view(1, 1, -1)
+    logits[0, 0, at] = odd
+    adapter(0, logits, [[1, 2]])
+    assert adapter.failure is not None
+    assert adapter.failure.reason == reason

@@ -20,7 +20,7 @@ def sample_whole_rows(
     for row, one, uniform in zip(logits, controls, uniforms, strict=True):
         values = row[None] / torch.tensor(one.divisor, dtype=torch.float32)
         highest = values.amax(-1, keepdim=True)
-        weights = weigh(values, highest)
+        weights = weigh(values, highest, len(row))
         if one.min_p:
             lowest = lowest_kept(highest, torch.tensor([[log_of(one.min_p)]], dtype=torch.float64))
             weights[values < lowest] = 0

@@ -252,16 +252,29 @@ def test_an_empty_request_stays_greedy_under_a_default(facts: Context, name: str
         assert torch.nonzero(logits > -torch.inf).flatten().tolist() == [int(row.argmax())]
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_who_names_it_himself_is_drawn(facts: Context, name: str) -> None:
+def named(facts: Context, name: str, params: SamplingParams) -> SamplingParams:
+    """What is left to the sampler of a request that names a late processor."""
     chains = late_chains(facts)
     selection = Selection((Requested(name, LATE[name], path="processors[0]"),))
     ends = frozenset({END})
-    asked = EngineRequest("", PROMPT, SamplingParams(max_tokens=20, stop_token_ids=[END]), seed=1)
+    asked = EngineRequest("", PROMPT, replace(params, max_tokens=20, stop_token_ids=[END]), seed=1)
     chain = asyncio.run(chains.prepare(asked, selection, 20)).chain
-    context = chains.builder.context(ends, 1, 20)
-    params, chain = with_field_processors(SamplingParams(), chain, PROMPT, context, by_sampler=SAMPLED)
-    assert not params.is_greedy
+    return with_field_processors(params, chain, PROMPT, chains.builder.context(ends, 1, 20), by_sampler=SAMPLED)[0]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_who_names_it_himself_is_drawn(facts: Context, name: str) -> None:
+    assert not named(facts, name, SamplingParams()).is_greedy
+
+
+@pytest.mark.parametrize("name", sorted(LATE.keys() - {"min_p"}))
+def test_a_field_that_asks_for_nothing_undoes_no_name(facts: Context, name: str) -> None:
+    assert not named(facts, name, SamplingParams(min_p=0.0)).is_greedy
+
+
+@pytest.mark.parametrize("field", [{"temperature": 0}, {"min_p": 1}, {"top_k": 1}, {"top_p": 0}])
+def test_a_greedy_field_stays_greedy_beside_a_name(facts: Context, field: dict[str, Any]) -> None:
+    assert named(facts, "xtc", SamplingParams(**field)).is_greedy
 
 
 @pytest.mark.parametrize("name", LATE)

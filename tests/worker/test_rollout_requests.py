@@ -217,6 +217,21 @@ def test_a_schema_that_two_parsers_read_differently(schema: str) -> None:
         sglang_request.read(fields)
 
 
+NAMED = [{"name": "temperature", "args": {"value": 0.5}}]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "processors"), [(0.5, None), (1.0, NAMED), (1.0, {"processors": NAMED, "receipt": True})]
+)
+def test_alternatives_are_not_reported_at_another_temperature(temperature: float, processors: Any) -> None:
+    """They are the model's own, and the token's log probability is not."""
+    fields = {"text": "a", "sampling_params": {"temperature": temperature}, "return_logprob": True}
+    fields |= {} if processors is None else {"logits_processors": processors}
+    assert sglang_request.read(fields).requests[0].top == 0
+    with pytest.raises(FieldRefused, match=r"^top_logprobs_num: alternatives are reported at the temperatures 0 and 1"):
+        sglang_request.read({**fields, "top_logprobs_num": 2})
+
+
 def test_weight_versions_in_vllms_form() -> None:
     versions = [{"version": "6", "from_token": 0}, {"version": "7", "from_token": 4}]
     assert spans(versions, 9) == [

@@ -18,7 +18,6 @@ from adapters.catalog import FieldValue, Requested, SelectionError
 from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, Context, Processor, Scope
 from adapters.processors.truncation import Temperature
-from adapters.sampling.truncation import GREEDY_BELOW
 from worker.errors import InvalidRequest
 from worker.sampling.control import Control, RunsAs, cached, sampling_controls
 from worker.sampling.params import SamplingParams
@@ -92,23 +91,11 @@ def for_engine(params: SamplingParams, **changes: Any) -> SamplingParams:
 
 
 def is_sampled(params: SamplingParams, chain: ProcessorChain | None) -> bool:
-    """Whether tokens are sampled: by the fields, or by a named processor if they say nothing."""
+    """Whether tokens are sampled: by the fields, or by a named processor if no field is greedy."""
     if not params.is_greedy:
         return True
-    says_nothing = all(getattr(params, one.name) is None for one in late_controls(type(params)))
-    return says_nothing and chain is not None and chain.wants_random_sampling
-
-
-def temperature_of(params: SamplingParams, chain: ProcessorChain | None) -> float:
-    """Temperature that a request's tokens are sampled at, by its field or by the processor of that
-    name; 1 if it is greedy.
-    """
-    if not is_sampled(params, chain):
-        return 1.0
-    members = [member.processor for member in chain.members] if chain is not None else []
-    named = [one.value for one in members if isinstance(one, Temperature)]
-    value = next(iter(named), 1.0) if params.temperature is None else params.temperature
-    return 1.0 if value < GREEDY_BELOW else value
+    is_told = any(getattr(params, one.name) == one.greedy for one in late_controls(type(params)))
+    return not is_told and chain is not None and chain.wants_random_sampling
 
 
 def with_field_processors(

@@ -348,6 +348,18 @@ def test_a_quotient_out_of_range() -> None:
             pipe(x, temperature=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("compile_", [True, False])
+def test_a_result_beyond_half_precision(dtype: torch.dtype, compile_: bool) -> None:
+    """An infinite logit would be sampled for sure, or make NaN of its row."""
+    logits = torch.tensor([[1.0, -2.0, -60.0], [1.0, 66.0, 2.0]], dtype=dtype)
+    low = LogitsPipe([Temperature()], compile_)
+    assert bool(low(logits, temperature=0.01).isfinite().all())
+    temperature = 0.001 if dtype == torch.float16 else 1.941e-37
+    with pytest.raises(ValueError, match=rf"^row 1 is too large for {dtype}"):
+        low(logits, temperature=temperature)
+
+
 @pytest.mark.parametrize("temperature", [1e39, torch.tensor([1e300], dtype=torch.float64)])
 def test_a_temperature_beyond_float32_leaves_masks(temperature: Any) -> None:
     x = torch.tensor([[3.0, -torch.inf, -2.0]])

@@ -156,6 +156,20 @@ def test_a_tail_makes_half_of_four_equal_tokens_less_than_half() -> None:
         assert {name: len(kept) for name, kept in ways(row, 0.5)} == {name: count for name, _ in ways(row, 0.5)}
 
 
+@pytest.mark.parametrize("width", [262_143, 262_144, 600_000])
+def test_a_prefix_is_the_same_where_weights_have_fewer_bits(has_kernels: bool, width: int) -> None:
+    """From 262,144 tokens on the unit is coarser, also of the few that are looked at first."""
+    logits, shares = torch.randn(3, width, generator=torch.Generator().manual_seed(width)) * 3, [0.3, 0.75, 0.999]
+    kept, weights = logits.clone(), weights_of(logits)
+    keep_top_p(kept, shares)
+    controls = {row: Controls(top_p=share) for row, share in enumerate(shares)}
+    _, found = truncate_and_sample(logits, group_rows(controls, width), dict.fromkeys(controls, 0.5), wanted={0, 1, 2})
+    targets = torch.tensor([[share_of_one(int(row.sum()), share)] for row, share in zip(weights, shares, strict=True)])
+    expected = ~beyond_prefix(logits, weights, targets) & (weights > 0)
+    assert torch.equal((kept > -torch.inf) & (weights > 0), expected)
+    assert torch.equal(torch.stack([found[row] for row in controls]) > -torch.inf, expected)
+
+
 def test_rows_of_a_real_width(has_kernels: bool) -> None:
     """Normal logits of deviation 2: of 600 rows float32 sums kept another prefix of 4."""
     generator = torch.Generator().manual_seed(1)
@@ -425,4 +439,4 @@ def test_weights_are_undefined_nowhere() -> None:
             assert torch.equal(kept.isnan(), one.isnan())
             assert torch.equal(kept.nan_to_num(7), one.nan_to_num(7))
     finite = torch.tensor([[0.0, -1.0, -math.inf]])
-    assert torch.equal(weigh(finite, finite[:, :1]), weights_of(finite))
+    assert torch.equal(weigh(finite, finite[:, :1], 3), weights_of(finite))

@@ -16,16 +16,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Scope
+from adapters.processors.truncation import Temperature
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded import Engine
 from worker.engines.embedded.offline.results import Result
+from worker.engines.embedded.plan import Plan, Request
+from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.embedded.speculation import SpeculativeConfig, Speculator
+from worker.engines.embedded.step import plan_edits
 from worker.models import model_cache, prepare_default_model
 from worker.sampling import SamplingParams
+from worker.sampling.field_processors import with_field_processors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 USABLE = WIDTH - PADDING
+FIELDS = frozenset(Controls.__dataclass_fields__)
 PROMPT = [5, 6, 7]
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -218,3 +228,37 @@ def test_the_temperature_counts_wherever_it_is_applied(engine: Engine) -> None:
     assert found[0] == found[1] == found[2]
     (cold,) = engine.generate([PROMPTS[0]], params(temperature=0.2, top_k=None, top_p=None), progress=False)
     assert entries_of(cold)[0].log_mass != found[0][0][1]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    named=st.lists(
+        st.tuples(st.sampled_from([0.3, 0.8, 1.0, 2.5]), st.sampled_from(["all", "thinking", "answer"])),
+        min_size=1,
+        max_size=3,
+    ),
+    field=st.sampled_from([None, 1.0]),
+    thinks=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_the_temperature_is_the_one_that_acts(
+    named: list[tuple[float, Scope]], field: float | None, thinks: bool, seed: int
+) -> None:
+    """Of processors in a scope, of several, and beside a field that asks for nothing."""
+    think, answer = WIDTH - 1, WIDTH - 2
+    context = Context(Vocabulary(WIDTH), seed=seed, think_start=(think,), think_end=(answer,))
+    prompt = [5, think, 6, *([] if thinks else [answer])]
+    processors = [Temperature(Temperature.Args(value=value), context) for value, _ in named]
+    given_chain = ProcessorChain(processors, context, scopes=[scope for _, scope in named])
+    given_chain.start(prompt)
+    asked = SamplingParams(max_tokens=1, logprobs_mode="train", temperature=field)
+    left, chain = with_field_processors(asked, given_chain, prompt, context, by_sampler=FIELDS)
+    request = Request("one", 0, left, prompt, len(prompt), 64, frozenset(), seed=seed, chain=chain)
+    plan = Plan((request,), (), (request,))
+    logits = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
+    entry = Sampler(WIDTH, ()).sample(logits.clone(), plan_edits(plan), plan).logprobs[0][0]
+    temperature = math.prod(value for value, scope in named if scope in ("all", "thinking" if thinks else "answer"))
+    expected = log_softmax(logits[0].double().numpy() / temperature)[entry.token_id]
+    assert entry.tempered == pytest.approx(expected, abs=1e-5)
+    assert entry.processed == pytest.approx(entry.tempered, abs=1e-5)
+    assert entry.log_mass == pytest.approx(0.0, abs=1e-9)

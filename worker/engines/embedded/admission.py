@@ -28,7 +28,7 @@ from worker.engines.refusals import (
 from worker.engines.request import EngineRequest, KeepKv
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import temperature_of, with_field_processors
+from worker.sampling.field_processors import with_field_processors
 
 SAMPLED = frozenset(Controls.__dataclass_fields__)
 """Controls of temperature and truncation that the sampler applies; others run as processors."""
@@ -109,7 +109,6 @@ def admit(
             end_ids=end_ids,
             seed=seed,
             chain=chain,
-            temperature=temperature_of(params, chain),
             choice=engine_request.choice,
             cache_salt=engine_request.cache_salt,
             adapter=adapter,

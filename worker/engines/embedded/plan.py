@@ -42,7 +42,6 @@ class Request:
         seed: Seed of its random numbers, 64 bits.
         chain: Logits processors, in the order law's order, over the request's own history; None if
             there are none.
-        temperature: Temperature of its distribution, by the sampler or a processor.
         choice: Index among several answers to one prompt; an input of its random numbers.
         tap: Observer of its logits, or None.
         tap_error: Failure of `tap`; the request then ends where it would get its next token.
@@ -82,7 +81,6 @@ class Request:
     end_ids: frozenset[int]
     seed: int
     chain: ProcessorChain | None = None
-    temperature: float = 1.0
     choice: int = 0
     tap: LogitsTap | None = None
     tap_error: str | None = None

@@ -216,7 +216,7 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
     wants = flag(own, "return_logprob")
     start = integer(own, "logprob_start_len", -1, 2**31, -1)
     top = integer(own, "top_logprobs_num", 0, MAX_LOGPROBS, 0)
-    if top and completion["temperature"] not in (0, 1):
+    if top and (completion["temperature"] not in (0, 1) or _names_temperature(own.get("logits_processors"))):
         raise FieldRefused("top_logprobs_num", "alternatives are reported at the temperatures 0 and 1 alone")
     if own.get("rid") is not None and not isinstance(own["rid"], str):
         raise FieldRefused("rid", "must be a text, or of a batch a list of texts")
@@ -230,6 +230,12 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
         top=top if wants else None,
         scores_from=start if wants else -1,
     )
+
+
+def _names_temperature(selected: Any) -> bool:
+    """Whether a value of ``logits_processors``, which is checked later, names a temperature."""
+    named = selected.get("processors") if isinstance(selected, dict) else selected
+    return isinstance(named, list) and any(isinstance(one, dict) and one.get("name") == "temperature" for one in named)
 
 
 def _adapt(completion: Body) -> None:

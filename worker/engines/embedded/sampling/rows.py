@@ -9,7 +9,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from adapters.chain import Planned
 from adapters.contract import SAMPLE, uniform_rows
+from adapters.contract.random_numbers import SAMPLE_AGAIN
+from adapters.processors.truncation import Temperature
 from adapters.sampling.truncation import GREEDY_BELOW
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
@@ -37,7 +40,6 @@ class RowTable:
         attributed: Rows of `processed` of which only the sampled token's is; their requests report
             raw ones.
         trained: Rows of `attributed` that report all that `TokenLogprob` has.
-        temperatures: Temperature of each row of `trained`.
         logprob_counts: n of each row's top-n log probabilities.
 
     Raises:
@@ -63,7 +65,6 @@ class RowTable:
         attributed = {row for row in self.raw if _is_attributed(self.owners[row][0])}
         self.attributed = frozenset(attributed.union(self.trained))
         self.processed = [row for row in logprobs if row not in self.raw or row in self.attributed]
-        self.temperatures = [self.owners[row][0].temperature for row in self.trained]
         self.controls = {row: controls_of(params[row]) for row in self.random}
 
     def is_for(self, requests: tuple[Request, ...], offsets: Sequence[int] | None) -> bool:
@@ -89,6 +90,20 @@ class RowTable:
         """Indices of `trained` in `processed`, int64 ``[n]``."""
         return torch.tensor([self.processed.index(row) for row in self.trained])
 
+    def temperatures(self, planned: Sequence[Planned]) -> list[float]:
+        """Temperature of each row of `trained`: the sampler's, and those of its chain's processors
+        that act at this step; 1 of a greedy row.
+        """
+        late = {row: plan.late for row, _, plan in planned}
+        found = []
+        for row in self.trained:
+            temperature = self.controls[row].divisor if row in self.controls else 1.0
+            for member in late.get(row, ()):
+                if isinstance(member.processor, Temperature) and member.processor.value >= GREEDY_BELOW:
+                    temperature *= member.processor.value
+            found.append(temperature)
+        return found
+
     @cached_property
     def greedy_index(self) -> torch.Tensor:
         """`greedy`, int64 ``[n]``."""
@@ -103,8 +118,11 @@ class RowTable:
         """This step's random number of each randomly sampled row."""
         if not self.random:
             return {}
-        positions = [len(request.tokens) + depth for request, depth in (self.owners[row] for row in self.random)]
-        numbers = uniform_rows(self._seeds, self._choices, positions, SAMPLE)
+        owners = [self.owners[row] for row in self.random]
+        positions = [len(request.tokens) + depth for request, depth in owners]
+        ruled_out = [0 if request.chain is None else request.chain.num_ruled_out for request, _ in owners]
+        purposes = [SAMPLE + SAMPLE_AGAIN * count for count in ruled_out]
+        numbers = uniform_rows(self._seeds, self._choices, positions, purposes)
         return dict(zip(self.random, numbers.tolist(), strict=True))
 
     def divided(self, highest: list[float]) -> list[float]:

@@ -86,7 +86,8 @@ class Sampler:
             _attach_logprobs(samples, raw, table, table.raw, frozenset(), self._never)
         if raw is not None and final is not None and table.trained:
             kept = final[table.trained_of_processed] > -torch.inf
-            attach_masses(samples, table.trained, raw[table.trained_of_raw], table.temperatures, kept)
+            own = raw[table.trained_of_raw]
+            attach_masses(samples, table.trained, own, table.temperatures(edits.planned), kept)
         return samples
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:

@@ -290,7 +290,7 @@ class _Sampling:
             values, ids = order_ties(values, ids, group.divisor)
         else:
             values, ids = top_in_order(self._logits, group.width, maxima, rows, divisors=group.divisor)
-        weights = weigh(values, values[:, :1])
+        weights = weigh(values, values[:, :1], group.vocab_size)
         last = values[:, -1:]
         complete = (last == -torch.inf) if group.width < group.vocab_size else torch.ones_like(last, dtype=torch.bool)
         bound = group.bound(values)
