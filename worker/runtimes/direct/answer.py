@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,18 @@ from worker.text.answer_text import AnswerText
 
 _PER_TOKEN = ("log_probs", "top_logprobs")
 """Keys of a chunk whose values have one entry per token."""
+
+
+def cancelled(request: DirectRequest) -> Iterator[dict[str, Any]]:
+    """The last chunk of each choice of a request that was cancelled before anything was computed;
+    its prompt may not have been checked.
+    """
+    prompt = request.fields["token_ids"]
+    count = len(prompt) if isinstance(prompt, list) else 0
+    usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+    text = {"text": ""} if request.wants_text else {}
+    for index in range(request.num_choices):
+        yield {"token_ids": [], "index": index, **text, "finish_reason": "cancelled", "completion_usage": usage}
 
 
 class ChoiceText:

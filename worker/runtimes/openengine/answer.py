@@ -79,12 +79,6 @@ class Answer:
         if ends:
             yield self._finished(chunk, data, rollout)
 
-    def cancelled(self) -> Iterator[wire.GenerateResponse]:
-        """The events of a request that was aborted before anything was computed."""
-        usage = {"prompt_tokens": len(self._request.fields["token_ids"]), "completion_tokens": 0}
-        for index in range(self._request.num_choices):
-            yield self._finished({"index": index, "finish_reason": "cancelled", "completion_usage": usage}, {}, "")
-
     def _event(self, **event: Any) -> wire.GenerateResponse:
         return wire.GenerateResponse(request_id=self._request_id, **event)
 
