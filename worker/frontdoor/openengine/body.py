@@ -16,7 +16,7 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.field_checks import GUIDES
 from worker.frontdoor.fields import CHAT
-from worker.runtimes.direct.openai_fields import guide_of, places, with_objects
+from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.sampling import SamplingParams
 
 Message = dict[str, Any]
@@ -133,10 +133,6 @@ def _prompt(asked: AskedAnswer, name: str, value: Any) -> None:
     asked.message["prompt" if isinstance(value, str) else "token_ids"] = value
 
 
-def _messages(asked: AskedAnswer, name: str, value: Any) -> None:
-    asked.message["messages"] = with_objects(value)
-
-
 def _template(asked: AskedAnswer, name: str, value: Any) -> None:
     """Read a variable of the chat template, or an object of some."""
     variables = value if name in ("chat_template_args", "chat_template_kwargs") else {name: value}
@@ -226,7 +222,7 @@ _VARIABLES = (
 """Fields with variables of the chat template."""
 
 _READERS: Mapping[str, Reader] = {
-    "messages": _messages,
+    "messages": _at("messages"),
     "prompt": _prompt,
     "max_completion_tokens": _at("stop_conditions.max_tokens"),
     "thinking_token_budget": _at("stop_conditions.max_thinking_tokens"),

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES
-from worker.errors import InvalidRequest, shown
+from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.fields import boolean, stop_strings, text
-from worker.runtimes.direct.contents import fitted
-from worker.runtimes.direct.pictures import add_pictures, taken_out
+from worker.runtimes.direct.contents import answered, fitted
+from worker.runtimes.direct.openai_fields import with_objects
+from worker.runtimes.direct.pictures import add_pictures, taken_out, told_path
 
 PROMPTS = ("messages", "prompt", "token_ids")
 """The prompt: a chat, a text, or token ids; exactly one of them."""
@@ -86,8 +87,9 @@ def parse(
     """
     fields = {name: value for name, value in message.items() if name not in OWN_FIELDS and value is not None}
     own = {name: message[name] for name in OWN_FIELDS if message.get(name) is not None}
+    urls: list[str] = []
     if "messages" in own:
-        own["messages"], urls = taken_out(own["messages"])
+        own["messages"], urls = taken_out(answered(with_objects(own["messages"])))
         add_pictures(fields, urls)
         if takes_texts is not None:
             own["messages"] = fitted(own["messages"], takes_texts)
