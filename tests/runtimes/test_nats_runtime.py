@@ -34,6 +34,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = [9, 30, 41, 77, 30, 41, 12]
 GREEDY: dict[str, Any] = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 12, "ignore_eos": True}}
+PICTURE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:,"}}
+LONG_KEY = {**PICTURE, "k" * 600_000: 1}
+"""A part with an unknown field whose name would not fit into an answer twice."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -220,6 +223,12 @@ async def test_64_at_once(client: WorkerClient) -> None:
         ({"token_ids": [1], "stop_conditions": {"stop": ["\ud800"]}}, "stop_conditions.stop[0]", "half of a surrogate"),
         ({"token_ids": [1], "stop_conditions": {"stop": ["a", ""]}}, "stop_conditions.stop[1]", "that is not empty"),
         ({"messages": "hi"}, "messages", "must be a list of messages"),
+        ({"messages": [{"role": "user", "content": "a " * 4000}]}, "messages", "prompt and answer share a context"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]", "serves text only"),
+        ({"token_ids": [1], "model": "tiny_a_b"}, "model", "must be 'tiny/a.b', got 'tiny_a_b'"),
+        ({"token_ids": [1], "model": ["tiny/a.b"]}, "model", "must be 'tiny/a.b', got a list of 1"),
+        ({"messages": [{"role": "user", "content": [LONG_KEY]}]}, r"messages[0].content[0].kkk", "unknown in a part"),
         ({"token_ids": [1], "logits_processors": [{"name": "chioce"}]}, "logits_processors", "did you mean choice"),
     ],
 )

@@ -236,6 +236,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "INVALID_ARGUMENT",
         "extra.logits_processors[0].args.key: a Struct's numbers are doubles",
     ),
+    (
+        {"extra": {"logits_processors": [{"k" * 20_000: float("nan")}]}},  # which no status could carry
+        "INVALID_ARGUMENT",
+        "extra.logits_processors[0].kkk",
+    ),
+    ({"prompt": ""}, "INVALID_ARGUMENT", "prompt: the prompt is empty"),
+    ({"prompt": "a " * 4000}, "INVALID_ARGUMENT", "prompt: the prompt has "),
     ({"extra": {"detokenize": "no"}}, "INVALID_ARGUMENT", "extra.detokenize: must be true or false"),
     ({"extra": {"allowed_token_ids": [10**6]}}, "INVALID_ARGUMENT", "extra.allowed_token_ids: expected token ids"),
     ({"extra": {"bad_words_token_ids": [[10**6]]}}, "INVALID_ARGUMENT", "extra.bad_words_token_ids"),
@@ -263,6 +270,7 @@ METADATA: list[tuple[list[tuple[str, str]], str]] = [
     ([("openengine-target-dp-rank", "1")], "openengine-target-dp-rank: must be 0"),
     ([("openengine-target-dp-rank", "-1")], "openengine-target-dp-rank: must be an integer from 0"),
     ([("openengine-deadline", "1")], "openengine-deadline: unknown metadata"),
+    ([("x-dynamo-meta-client", "a b")], "x-dynamo-meta-client: must be 1 to 64 printable"),
 ]
 
 

@@ -154,3 +154,23 @@ def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="must be a text that is not empty") as caught:
         parse({"token_ids": PROMPT, "stop_conditions": {"stop": ["ab", ""]}}, TOKENIZER)
     assert caught.value.field == "stop_conditions.stop[1]"
+
+
+@pytest.mark.parametrize("includes", [None, False, True])
+def test_a_stop_string_that_is_not_to_be_trimmed_is_shown(includes: bool | None) -> None:
+    """A frontend's field, which no frontend reads here: it had no effect."""
+    message = {
+        "stop_conditions": {"stop": ["b"]},
+        "output_options": {"no_stop_trim": True},
+        "sampling_options": {"include_stop_str_in_output": includes},
+    }
+    found = answer_of(chunked([0, 0, 1, 0], []), message)
+    assert found["text"] == ("aa" if includes is False else "aab")
+
+
+def test_a_stop_string_counts_at_the_last_token_of_any_answer() -> None:
+    """The worker's fewest tokens are ``max_tokens`` at most: it ended, and the text went on."""
+    message = {"stop_conditions": {"stop": ["b"], "min_tokens": 9, "max_tokens": 2}}
+    chunk = {**chunked([0, 1], [])[0], "finish_reason": "stop", "stop_string": "b"}
+    found = answer_of([chunk], message)
+    assert (found["text"], found["token_ids"], found["stop_string"]) == ("a", [0], "b")

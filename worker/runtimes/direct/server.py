@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import Arguments
+from worker.errors import InvalidRequest
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.contents import takes_texts
 from worker.runtimes.direct.request import DirectRequest, parse
@@ -107,14 +108,21 @@ class DirectServer:
     ) -> AsyncGenerator[Chunk, None]:
         served_id = choice_id(request_id, request, choice)
         text: ChoiceText | None = None
-        async with contextlib.aclosing(self.server.serve(served_id, request.fields, metadata, choice, trace)) as chunks:
-            async for chunk in chunks:
-                text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
-                sent = text.chunk(chunk)
-                if sent is not None:
-                    yield {**sent, "index": choice}
-                if text.has_stopped:
-                    return
+        serving = self.server.serve(served_id, request.fields, metadata, choice, trace)
+        try:
+            async with contextlib.aclosing(serving) as chunks:
+                async for chunk in chunks:
+                    text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
+                    sent = text.chunk(chunk)
+                    if sent is not None:
+                        yield {**sent, "index": choice}
+                    if text.has_stopped:
+                        return
+        except InvalidRequest as error:
+            name = request.told(error.field)
+            if name == error.field:
+                raise
+            raise InvalidRequest(name, error.problem) from error.__cause__
 
     def end(self, request_id: str, request: DirectRequest) -> None:
         """End every choice of a request; its stream ends as cancelled."""

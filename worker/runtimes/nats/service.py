@@ -158,6 +158,13 @@ class NatsService:
                     return
         await stream.end()
 
+    def _check_model(self, model: Any) -> None:
+        """Raises `InvalidRequest` for another model: a subject may stand for several names."""
+        served = self._arguments.served_model_name
+        if model not in (None, served, self._arguments.model_path):
+            problem = f"must be {served!r}, got {shown(model)}; an adapter is chosen by routing.lora_name"
+            raise InvalidRequest("model", problem)
+
     def _stream(self, subject: str, request_id: str, acknowledge: str, window: int) -> AnswerStream:
         assert self._client is not None
         end = partial(self._answers.end, request_id)

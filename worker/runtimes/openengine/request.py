@@ -80,6 +80,7 @@ TOLD: tuple[tuple[str, str], ...] = (
     ("sampling_options.guided_decoding", "guided"),
     ("prompt_token_ids", "token_ids.ids"),
     ("routing.priority", "openengine-priority"),
+    (f"metadata.{METADATA_KEY}", CLIENT_METADATA),
     ("request id", "request_id"),
 )
 """Names in errors of the worker, and the protocol's."""
