@@ -32,8 +32,8 @@ async def test_an_answer_is_streamed_and_counted(client: OpenEngineClient) -> No
     assert all(output.HasField("output_index") for output in answer.tokens)
     assert len(answer.ids()) == 6
     assert "".join(info.token for info in answer.infos()) == answer.text()
-    usage = wire.Usage(prompt_tokens=3, completion_tokens=6, total_tokens=9, cached_prompt_tokens=0)
-    assert answer.usage == usage
+    counts = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert answer.usage == wire.Usage(**counts, cached_prompt_tokens=0, reasoning_tokens=0)
     assert not any(event.HasField("usage") for event in answer.events[:-1])
 
 
