@@ -16,6 +16,7 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.field_checks import GUIDES
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.request_ids import DYNAMO_ID
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.sampling import SamplingParams
 
@@ -102,11 +103,14 @@ def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes]
     return asked
 
 
+_CLIENT_NAMES = {"routing.priority": "nvext.agent_hints.priority", "request id": DYNAMO_ID.decode()}
+
+
 def client_name(path: str, body: Mapping[str, Any]) -> str:
     """The field of a body for one of the message that stands elsewhere in it; others stay."""
     if path == "chat_template_args" and path not in body:
         return next((name for name in _VARIABLES if name in body), path)
-    return "nvext.agent_hints.priority" if path == "routing.priority" else path
+    return _CLIENT_NAMES.get(path, path)
 
 
 Reader = Callable[[AskedAnswer, str, Any], None]
