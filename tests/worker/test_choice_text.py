@@ -168,9 +168,21 @@ def test_a_stop_string_that_is_not_to_be_trimmed_is_shown(includes: bool | None)
     assert found["text"] == ("aa" if includes is False else "aab")
 
 
+@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize("sizes", [[], [1, 1]])
+def test_a_stop_string_that_the_worker_has_found_is_cut(most: int | None, sizes: list[int]) -> None:
+    """The fewest tokens are ``max_tokens`` at most, and may have been on another worker: the answer
+    ended, and its text had the stop string.
+    """
+    message = {"stop_conditions": {"stop": ["ab"], "min_tokens": 9, "max_tokens": most}}
+    chunks = chunked([1, 0, 1], sizes)
+    chunks[-1] |= {"finish_reason": "stop", "stop_string": "ab"}
+    found = answer_of(chunks, message)
+    assert (found["text"], found["token_ids"], found["stop_string"]) == ("b", [1], "ab")
+
+
 def test_a_stop_string_counts_at_the_last_token_of_any_answer() -> None:
-    """The worker's fewest tokens are ``max_tokens`` at most: it ended, and the text went on."""
+    """The front door hears of it in a chunk behind the tokens."""
     message = {"stop_conditions": {"stop": ["b"], "min_tokens": 9, "max_tokens": 2}}
-    chunk = {**chunked([0, 1], [])[0], "finish_reason": "stop", "stop_string": "b"}
-    found = answer_of([chunk], message)
+    found = answer_of(chunked([0, 1], []), message)
     assert (found["text"], found["token_ids"], found["stop_string"]) == ("a", [0], "b")
