@@ -145,6 +145,7 @@ ERRORS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "model"),
     ({"top_p": 7}, 400, "top_p"),
     ({"stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+    ({"stop": ["a"], "stop_token_ids": [10**6]}, 400, "stop_token_ids"),
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
     ({"guided_regex": "("}, 400, "guided_regex"),
     ({"messages": [{"role": "user", "content": "a " * 4000}]}, 400, "messages"),

@@ -210,7 +210,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"temperature": float("nan")}}, "INVALID_ARGUMENT", "sampling.temperature: must be"),
     ({"sampling": {"num_sequences": 0}}, "INVALID_ARGUMENT", "sampling.num_sequences: must be an integer from 1"),
     ({"stopping": {"max_tokens": 0}}, "INVALID_ARGUMENT", "stopping.max_tokens: must be"),
-    ({"stopping": {"conditions": [{"stop_token_id": 10**6}]}}, "INVALID_ARGUMENT", "stopping.conditions: token id"),
+    (
+        {"stopping": {"conditions": [{"stop_text": "a"}, {"stop_token_id": 10**6}]}},
+        "INVALID_ARGUMENT",
+        "stopping.conditions.stop_token_id: token id",
+    ),
     ({"stopping": {"conditions": [{}]}}, "INVALID_ARGUMENT", "stopping.conditions[0]: must have"),
     ({"response": {"output_candidates": {"top_n": 101}}}, "INVALID_ARGUMENT", "response.output_candidates: must be"),
     ({"response": {"output_candidates": {"all": {}}}}, "UNSUPPORTED_FEATURE", "response.output_candidates.all: "),
