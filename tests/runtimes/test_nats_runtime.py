@@ -306,6 +306,22 @@ async def test_a_cancellation_before_the_engine_has_it(
     assert answer.usage == {"prompt_tokens": len(PROMPT), "completion_tokens": 0}
 
 
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_a_cancellation_while_choices_begin(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch, num_choices: int
+) -> None:
+    """That of several choices was lost where it came before they had begun."""
+    chunks = DirectServer.chunks
+
+    def ended(self: DirectServer, request_id: str, request: Any, *more: Any) -> Any:
+        asyncio.get_running_loop().call_soon(self.end, request_id, request)
+        return chunks(self, request_id, request, *more)
+
+    monkeypatch.setattr(DirectServer, "chunks", ended)
+    answer = await client.generate(retries=0, **{**GREEDY, "sampling_options": {"n": num_choices}})
+    assert [each.finish_reason for each in answer.choices] == ["cancelled"] * num_choices
+
+
 async def test_an_id_is_free_again_behind_an_error(nats_server: NatsServer, tiny_model: Path) -> None:
     """A request that was tried again under its id was refused as one that is being served."""
     options = ("--max-num-seqs", "1", "--max-queue", "0")
