@@ -12,6 +12,10 @@ KV_TRANSFER_FIELD = "prefill_result.disaggregated_params"
 """The field of a request in which a KV transfer is offered to the decode worker."""
 
 
+MAX_PATH = 200
+"""Characters of a field's path in an error: its keys may be a client's, of any length."""
+
+
 class ServingError(Exception):
     """Base of every error that the worker raises on purpose."""
 
@@ -25,6 +29,8 @@ class InvalidRequest(ServingError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
+        if len(field) > MAX_PATH:
+            field = field[: MAX_PATH - 3] + "..."
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem

@@ -145,10 +145,12 @@ ERRORS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "model"),
     ({"top_p": 7}, 400, "top_p"),
     ({"stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+    ({"stop": ["a"], "stop_token_ids": [10**6]}, 400, "stop_token_ids"),
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
     ({"guided_regex": "("}, 400, "guided_regex"),
     ({"messages": [{"role": "user", "content": "a " * 4000}]}, 400, "messages"),
     ({"nvext": {"agent_hints": {"priority": 1}}}, 400, "nvext.agent_hints.priority"),
+    ({"nvext": {"agent_hints": {"priority": "h\u00f6her"}}}, 400, "nvext.agent_hints.priority"),
     ({"nvext": {"extra_fields": ["timing"]}}, 400, "nvext.extra_fields[0]"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     ({"logits_processors": [{"name": "none"}]}, 400, "logits_processors[0].name"),
@@ -164,6 +166,23 @@ async def test_errors_name_the_client_s_field(
     found, error = await refusal(served[1], **fields, stream=stream)
     assert (found, error["param"]) == (status, param)
     assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("value", [b"\xc3\xa9", b"a\tb", b"", b"00-a"])
+@pytest.mark.parametrize("name", [b"traceparent", b"tracestate"])
+@in_module_loop
+async def test_a_trace_that_is_none_is_ignored(served: Served, name: bytes, value: bytes) -> None:
+    """It was a 502: metadata of gRPC is printable ASCII."""
+    headers = [(b"content-type", b"application/json"), (name, value)]
+    content = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 2})
+    assert (await served[1].post(CHAT, content=content, headers=headers)).status_code == 200
+
+
+@in_module_loop
+async def test_an_id_that_workers_do_not_take_is_named(served: Served) -> None:
+    body = {"model": "tiny", "messages": HELLO}
+    answer = await served[1].post(CHAT, json=body, headers={"x-dynamo-request-id": "a" * 257})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-dynamo-request-id")
 
 
 @pytest.mark.parametrize("headers", [{"content-type": "text/plain"}, {}])

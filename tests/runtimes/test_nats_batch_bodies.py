@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from effort import examples
@@ -13,8 +16,10 @@ from hypothesis import strategies as st
 
 from worker.errors import InvalidRequest
 from worker.runtimes.direct.request import parse
+from worker.runtimes.nats.batch.answerer import BatchAnswerer
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest
 from worker.runtimes.nats.batch.openai import CHAT, COMPLETIONS, message_of, response_body
+from worker.runtimes.nats.batch.running import RunningRequest
 
 DIGEST = "0123456789abcdef"
 
@@ -131,5 +136,58 @@ def test_arguments_of_earlier_calls_are_objects_for_the_template() -> None:
     """As through the front door: a template that writes them as JSON wrote a text in quotes."""
     calls = [{"type": "function", "function": {"name": "f", "arguments": given}} for given in ('{"a": 1}', "{")]
     body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
-    (message,) = message_of(CHAT, body, DIGEST)["messages"]
+    shown: list[Any] = []
+
+    def rendered(messages: Any, **_: Any) -> str:
+        shown.extend(messages)
+        return ""
+
+    tokenizer = SimpleNamespace(apply_chat_template=rendered, encode=lambda *_, **__: [5])
+    parse(message_of(CHAT, body, DIGEST), tokenizer)
+    (message,) = shown
     assert [each["function"]["arguments"] for each in message["tool_calls"]] == [{"a": 1}, "{"]
+
+
+class Storage:
+    """Records of a batch whose large bodies the server does not send in time."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+    async def has_result(self, request: QueuedRequest) -> bool:
+        return False
+
+    async def body(self, digest: str) -> Any:
+        await asyncio.sleep(0.01)
+        raise TimeoutError
+
+    async def write_result(self, request: QueuedRequest, line: Any) -> None:
+        self.results.append(line)
+
+    async def end(self, message: Any) -> None:
+        pass
+
+
+class Delivered:
+    """A message that was delivered for the first time."""
+
+    metadata = SimpleNamespace(num_delivered=1)
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []
+
+    async def nak(self, delay: float) -> None:
+        self.delays.append(delay)
+
+
+@pytest.mark.parametrize("left_s", [None, 3600.0, -1.0])
+async def test_a_body_that_is_late_ends_no_request(left_s: float | None) -> None:
+    """It was a result ``batch_expired`` of a request whose deadline had not passed."""
+    storage, message = Storage(), Delivered()
+    deadline_s = None if left_s is None else time.time() + left_s
+    request = QueuedRequest("batch", 0, "one", CHAT, body_digest="0" * 32, deadline_s=deadline_s)
+    running = RunningRequest(cast(Any, message), request)
+    await BatchAnswerer(cast(Any, None), cast(Any, storage), 5).run(running)
+    is_over = left_s is not None and left_s < 0
+    assert [line["error"]["code"] for line in storage.results] == ["batch_expired"] * is_over
+    assert len(message.delays) == (not is_over)

@@ -25,7 +25,12 @@ from servers import NatsServer
 from warm_start import WarmProcess
 
 from worker.errors import StartupError
-from worker.runtimes.nats.client import BlockingWorkerClient, RequestError, WorkerClient, WorkerLost
+from worker.runtimes.nats.client import (
+    BlockingWorkerClient,
+    RequestError,
+    WorkerClient,
+    WorkerLost,
+)
 from worker.runtimes.nats.connection import ConnectionOptions, connect
 
 LONG: dict[str, Any] = {"token_ids": [9, 30, 41, 77], "stop_conditions": {"max_tokens": 300, "ignore_eos": True}}
@@ -200,6 +205,19 @@ async def test_the_blocking_client_and_metrics(nats_server: NatsServer, tiny_mod
         assert await asyncio.to_thread(probe, port, "/elsewhere") == (404, "there are /metrics, /live and /health\n")
     assert streamed == whole
     assert model == "blocking"
+
+
+async def test_a_stream_may_outlive_its_blocking_client(nats_server: NatsServer, tiny_model: Path) -> None:
+    """Its end was an error of a loop that is closed."""
+
+    def use() -> None:
+        with BlockingWorkerClient("left", options=ConnectionOptions(url=nats_server.url)) as client:
+            stream = client.stream(**LONG)
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+
+    async with running(tiny_model, nats_server.url, "left"):
+        await asyncio.to_thread(use)
 
 
 async def test_probes_say_what_is_wrong(own_server: NatsServer, tiny_model: Path) -> None:

@@ -63,6 +63,20 @@ async def test_they_are_those_of_the_engine(client: WorkerClient, tiny_model: Pa
     assert not any("log_probs" in chunk for chunk in chunks)  # they were not asked for in that form
 
 
+async def test_a_whole_answer_has_them_of_all_tokens(client: WorkerClient) -> None:
+    """It had those of its last chunk alone."""
+    conditions = {"max_tokens": 20, "ignore_eos": True}
+    found, chunks = await rollout(client, stop_conditions=conditions)
+    assert len(chunks) > 1
+    output = {**ASKED["output_options"], "prompt_logprobs": 1}
+    asked = {**ASKED, "output_options": output, "logits_processors": {"receipt": True}}
+    (choice,) = (await client.generate(**asked, stop_conditions=conditions)).choices
+    assert choice.engine_data is not None
+    assert {key: value for key, value in json.loads(choice.engine_data["rollout"]).items() if key in found} == found
+    assert len(choice.engine_data["prompt_logprobs"]) == len(PROMPT)
+    assert choice.engine_data["logits_processors"]["generated_tokens"] == 20
+
+
 async def test_they_end_with_the_token_that_completes_a_stop_string(client: WorkerClient) -> None:
     found, chunks = await rollout(client, stop_conditions={"max_tokens": 40, "ignore_eos": True, "stop": ["e"]})
     text = "".join(chunk.get("text", "") for chunk in chunks)

@@ -22,8 +22,9 @@ from nats_workers import connected, running
 from servers import NatsServer
 
 from worker.engines.embedded import Engine
+from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats import protocol
-from worker.runtimes.nats.client import NoWorkers, RequestError, WorkerClient
+from worker.runtimes.nats.client import ConnectionClosed, NoWorkers, RequestError, WorkerClient
 from worker.runtimes.nats.connection import ConnectionOptions
 from worker.runtimes.nats.runtime import NatsWorker
 from worker.sampling import SamplingParams
@@ -33,6 +34,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = [9, 30, 41, 77, 30, 41, 12]
 GREEDY: dict[str, Any] = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 12, "ignore_eos": True}}
+PICTURE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:,"}}
+LONG_KEY = {**PICTURE, "k" * 600_000: 1}
+"""A part with an unknown field whose name would not fit into an answer twice."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -219,6 +223,12 @@ async def test_64_at_once(client: WorkerClient) -> None:
         ({"token_ids": [1], "stop_conditions": {"stop": ["\ud800"]}}, "stop_conditions.stop[0]", "half of a surrogate"),
         ({"token_ids": [1], "stop_conditions": {"stop": ["a", ""]}}, "stop_conditions.stop[1]", "that is not empty"),
         ({"messages": "hi"}, "messages", "must be a list of messages"),
+        ({"messages": [{"role": "user", "content": "a " * 4000}]}, "messages", "prompt and answer share a context"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]", "serves text only"),
+        ({"token_ids": [1], "model": "tiny_a_b"}, "model", "must be 'tiny/a.b', got 'tiny_a_b'"),
+        ({"token_ids": [1], "model": ["tiny/a.b"]}, "model", "must be 'tiny/a.b', got a list of 1"),
+        ({"messages": [{"role": "user", "content": [LONG_KEY]}]}, r"messages[0].content[0].kkk", "unknown in a part"),
         ({"token_ids": [1], "logits_processors": [{"name": "chioce"}]}, "logits_processors", "did you mean choice"),
     ],
 )
@@ -271,6 +281,64 @@ async def test_cancellation_by_subject(client: WorkerClient, worker: NatsWorker)
     await idle(worker)
 
 
+async def test_a_cancellation_before_the_engine_has_it(
+    client: WorkerClient, worker: NatsWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices but the first had no end, and the end no text."""
+    assert worker._service is not None
+    reading, read_on, parsed = asyncio.Event(), asyncio.Event(), DirectServer.parsed
+
+    async def slowly(self: Any, message: Any) -> Any:
+        reading.set()
+        await read_on.wait()
+        return await parsed(self, message)
+
+    monkeypatch.setattr(DirectServer, "parsed", slowly)
+    asked = {**GREEDY, "sampling_options": {"n": 2}}
+    answering = asyncio.create_task(client.generate(request_id="early", retries=0, **asked))
+    await reading.wait()
+    await client.cancel("early")
+    while "early" not in worker._service._answers._cancelled:
+        await asyncio.sleep(0.005)
+    read_on.set()
+    answer = await answering
+    assert [(each.finish_reason, each.text, each.token_ids) for each in answer.choices] == [("cancelled", "", [])] * 2
+    assert answer.usage == {"prompt_tokens": len(PROMPT), "completion_tokens": 0}
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_a_cancellation_while_choices_begin(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch, num_choices: int
+) -> None:
+    """That of several choices was lost where it came before they had begun."""
+    chunks = DirectServer.chunks
+
+    def ended(self: DirectServer, request_id: str, request: Any, *more: Any) -> Any:
+        asyncio.get_running_loop().call_soon(self.end, request_id, request)
+        return chunks(self, request_id, request, *more)
+
+    monkeypatch.setattr(DirectServer, "chunks", ended)
+    answer = await client.generate(retries=0, **{**GREEDY, "sampling_options": {"n": num_choices}})
+    assert [each.finish_reason for each in answer.choices] == ["cancelled"] * num_choices
+
+
+async def test_an_id_is_free_again_behind_an_error(nats_server: NatsServer, tiny_model: Path) -> None:
+    """A request that was tried again under its id was refused as one that is being served."""
+    options = ("--max-num-seqs", "1", "--max-queue", "0")
+    async with (
+        running(tiny_model, nats_server.url, "full", *options) as worker,
+        await connected(nats_server.url, "full") as client,
+    ):
+        stream = client.stream(token_ids=PROMPT, stop_conditions={"max_tokens": 2000, "ignore_eos": True})
+        await anext(stream)
+        with pytest.raises(RequestError) as caught:
+            await client.generate(request_id="again", retries=1, **GREEDY)
+        assert caught.value.code == 429
+        await stream.aclose()
+        await idle(worker)
+        assert (await client.generate(request_id="again", **GREEDY)).choices[0].finish_reason == "length"
+
+
 async def test_a_stream_that_is_closed_is_cancelled(client: WorkerClient, worker: NatsWorker) -> None:
     for choices in (1, 3):
         stream = client.stream(
@@ -281,6 +349,19 @@ async def test_a_stream_that_is_closed_is_cancelled(client: WorkerClient, worker
         await anext(stream)
         await stream.aclose()
         await idle(worker)
+
+
+async def test_closing_a_client_ends_what_is_under_way(nats_server: NatsServer, worker: NatsWorker) -> None:
+    """Whoever waited for an answer waited for ever."""
+    client = await connected(nats_server.url, "tiny/a.b")
+    long = {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 2000, "ignore_eos": True}}
+    answering = asyncio.create_task(client.generate(**long))
+    while not client._inbox.receivers:
+        await asyncio.sleep(0.005)
+    await client.close()
+    with pytest.raises(ConnectionClosed):
+        await asyncio.wait_for(answering, 10)
+    await idle(worker)
 
 
 async def test_a_client_that_has_gone_frees_its_requests(

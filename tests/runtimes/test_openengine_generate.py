@@ -32,8 +32,8 @@ async def test_an_answer_is_streamed_and_counted(client: OpenEngineClient) -> No
     assert all(output.HasField("output_index") for output in answer.tokens)
     assert len(answer.ids()) == 6
     assert "".join(info.token for info in answer.infos()) == answer.text()
-    usage = wire.Usage(prompt_tokens=3, completion_tokens=6, total_tokens=9, cached_prompt_tokens=0)
-    assert answer.usage == usage
+    counts = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert answer.usage == wire.Usage(**counts, cached_prompt_tokens=0, reasoning_tokens=0)
     assert not any(event.HasField("usage") for event in answer.events[:-1])
 
 
@@ -210,7 +210,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"temperature": float("nan")}}, "INVALID_ARGUMENT", "sampling.temperature: must be"),
     ({"sampling": {"num_sequences": 0}}, "INVALID_ARGUMENT", "sampling.num_sequences: must be an integer from 1"),
     ({"stopping": {"max_tokens": 0}}, "INVALID_ARGUMENT", "stopping.max_tokens: must be"),
-    ({"stopping": {"conditions": [{"stop_token_id": 10**6}]}}, "INVALID_ARGUMENT", "stopping.conditions: token id"),
+    (
+        {"stopping": {"conditions": [{"stop_text": "a"}, {"stop_token_id": 10**6}]}},
+        "INVALID_ARGUMENT",
+        "stopping.conditions.stop_token_id: token id",
+    ),
     ({"stopping": {"conditions": [{}]}}, "INVALID_ARGUMENT", "stopping.conditions[0]: must have"),
     ({"response": {"output_candidates": {"top_n": 101}}}, "INVALID_ARGUMENT", "response.output_candidates: must be"),
     ({"response": {"output_candidates": {"all": {}}}}, "UNSUPPORTED_FEATURE", "response.output_candidates.all: "),
@@ -236,6 +240,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "INVALID_ARGUMENT",
         "extra.logits_processors[0].args.key: a Struct's numbers are doubles",
     ),
+    (
+        {"extra": {"logits_processors": [{"k" * 20_000: float("nan")}]}},  # which no status could carry
+        "INVALID_ARGUMENT",
+        "extra.logits_processors[0].kkk",
+    ),
+    ({"prompt": ""}, "INVALID_ARGUMENT", "prompt: the prompt is empty"),
+    ({"prompt": "a " * 4000}, "INVALID_ARGUMENT", "prompt: the prompt has "),
     ({"extra": {"detokenize": "no"}}, "INVALID_ARGUMENT", "extra.detokenize: must be true or false"),
     ({"extra": {"allowed_token_ids": [10**6]}}, "INVALID_ARGUMENT", "extra.allowed_token_ids: expected token ids"),
     ({"extra": {"bad_words_token_ids": [[10**6]]}}, "INVALID_ARGUMENT", "extra.bad_words_token_ids"),
@@ -263,6 +274,7 @@ METADATA: list[tuple[list[tuple[str, str]], str]] = [
     ([("openengine-target-dp-rank", "1")], "openengine-target-dp-rank: must be 0"),
     ([("openengine-target-dp-rank", "-1")], "openengine-target-dp-rank: must be an integer from 0"),
     ([("openengine-deadline", "1")], "openengine-deadline: unknown metadata"),
+    ([("x-dynamo-meta-client", "a b")], "x-dynamo-meta-client: must be 1 to 64 printable"),
 ]
 
 

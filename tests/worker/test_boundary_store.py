@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -387,3 +388,44 @@ async def test_no_message_has_the_password(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(StartupError) as unfit:
             make_store(address)
         assert "secret" not in str(unfit.value)
+
+
+async def test_a_bucket_that_an_operator_deletes_is_made_again(servers: dict[str, ServerProcess]) -> None:
+    """One that the ``nats`` CLI has made is read from directly: nobody answered for it any more."""
+    server = servers["nats"]
+    client = await nats.connect(f"nats://127.0.0.1:{server.port}")
+    await client.jetstream().create_key_value(bucket="theirs", direct=True)
+    store = NatsStore(f"nats://127.0.0.1:{server.port}", bucket="theirs")
+    try:
+        await store.put(KEY, b"1")
+        await client.jetstream().delete_key_value("theirs")
+        async with asyncio.timeout(10):
+            await answering(store)
+        assert await store.get(KEY) is None
+        await store.put(KEY, b"2")
+        assert await store.get(KEY) == b"2"
+    finally:
+        await store.close()
+        await client.close()
+
+
+async def test_a_user_that_is_taken_away_may_come_back(tmp_path: Path) -> None:
+    """The connection that the server had closed for good was kept."""
+    users = 'authorization {{ users: [ {{ user: "{}", password: p }}, {{ user: other, password: p }} ] }}\n'
+    server = NatsServer(tmp_path, config=users.format("ours"))
+    server.start()
+    store = NatsStore(f"nats://ours:p@127.0.0.1:{server.port}")
+    try:
+        await answering(store)
+        (tmp_path / "nats.conf").write_text(users.format("theirs"))
+        server.signal(signal.SIGHUP)
+        with contextlib.suppress(StoreError, asyncio.TimeoutError):
+            while True:
+                await asyncio.wait_for(store.get(KEY), 1.0)
+        (tmp_path / "nats.conf").write_text(users.format("ours"))
+        server.signal(signal.SIGHUP)
+        async with asyncio.timeout(10):
+            await answering(store)
+    finally:
+        await store.close()
+        server.kill()

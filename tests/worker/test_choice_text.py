@@ -154,3 +154,35 @@ def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="must be a text that is not empty") as caught:
         parse({"token_ids": PROMPT, "stop_conditions": {"stop": ["ab", ""]}}, TOKENIZER)
     assert caught.value.field == "stop_conditions.stop[1]"
+
+
+@pytest.mark.parametrize("includes", [None, False, True])
+def test_a_stop_string_that_is_not_to_be_trimmed_is_shown(includes: bool | None) -> None:
+    """A frontend's field, which no frontend reads here: it had no effect."""
+    message = {
+        "stop_conditions": {"stop": ["b"]},
+        "output_options": {"no_stop_trim": True},
+        "sampling_options": {"include_stop_str_in_output": includes},
+    }
+    found = answer_of(chunked([0, 0, 1, 0], []), message)
+    assert found["text"] == ("aa" if includes is False else "aab")
+
+
+@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize("sizes", [[], [1, 1]])
+def test_a_stop_string_that_the_worker_has_found_is_cut(most: int | None, sizes: list[int]) -> None:
+    """The fewest tokens are ``max_tokens`` at most, and may have been on another worker: the answer
+    ended, and its text had the stop string.
+    """
+    message = {"stop_conditions": {"stop": ["ab"], "min_tokens": 9, "max_tokens": most}}
+    chunks = chunked([1, 0, 1], sizes)
+    chunks[-1] |= {"finish_reason": "stop", "stop_string": "ab"}
+    found = answer_of(chunks, message)
+    assert (found["text"], found["token_ids"], found["stop_string"]) == ("b", [1], "ab")
+
+
+def test_a_stop_string_counts_at_the_last_token_of_any_answer() -> None:
+    """The front door hears of it in a chunk behind the tokens."""
+    message = {"stop_conditions": {"stop": ["b"], "min_tokens": 9, "max_tokens": 2}}
+    found = answer_of(chunked([0, 1], []), message)
+    assert (found["text"], found["token_ids"], found["stop_string"]) == ("a", [0], "b")

@@ -62,3 +62,20 @@ def test_a_prompt_shows_the_content_in_either_form(template: str, content: Any) 
     request = Prompts(tokenizer).request({"messages": [{"role": "user", "content": content}]})
     shown = "twotexts" if template == PARTS and isinstance(content, list) else "two\ntexts"
     assert request.fields["token_ids"] == tokenizer.encode(shown, add_special_tokens=False)
+
+
+CALLS = (
+    "{% for each in messages %}{{ '' + each.content }}{% for call in each.tool_calls %}"
+    "{% for name in call.function.arguments %}{{ name }}{% endfor %}{% endfor %}{% endfor %}"
+)
+"""Joins a content with a text, and shows the names of a call's arguments."""
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=["absent", "null", "empty"])
+def test_calls_that_come_back_are_shown_as_by_a_frontend(content: dict[str, Any]) -> None:
+    """Over NATS the arguments were a text, and without a content the template failed."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"two": "texts"}'}}
+    tokenizer = tokenizer_with(CALLS)
+    messages = [{"role": "assistant", **content, "tool_calls": [call]}]
+    request = Prompts(tokenizer).request({"messages": messages})
+    assert request.fields["token_ids"] == tokenizer.encode("two", add_special_tokens=False)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from worker.arguments import parse_arguments
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.installation import check_runtime
+from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.fields import FIELDS as REQUEST_FIELDS
 from worker.requests.request import RequestLimits, parse_request
 from worker.requests.rollout import ROLLOUT
@@ -305,6 +306,25 @@ def test_an_event_has_no_more_tokens_than_a_client_takes() -> None:
     assert [each.text for each in outputs] == ["", "", "t"]
     (output,) = answer.events({**chunk, "engine_data": {ROLLOUT: "{}"}})
     assert len(output.token.tokens) == count
+
+
+def test_each_event_of_tokens_says_what_computed_them() -> None:
+    """Behind the first of them another worker went on with the weights of the tokens before."""
+    request = parse({"token_ids": [1], "text": False}, None)
+    answer = Answer("a", Asked({}, None, 0, 0), request, None, ())
+    data = {COMPUTED_WITH: {"weights": "new", "adapter": ""}}
+    chunk = {"index": 0, "token_ids": [5] * (MOST_TOKENS + 1), "engine_data": data}
+    assert [event.computed_with.weights for event in answer.events(chunk)] == ["new", "new"]
+
+
+def test_the_usage_has_the_thinking_of_all_answers() -> None:
+    request = parse({"token_ids": [1], "text": False, "sampling_options": {"n": 2}}, None)
+    answer = Answer("a", Asked({}, None, 0, 0), request, None, ())
+    usage = {"prompt_tokens": 1, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
+    chunk = {"token_ids": [], "finish_reason": "stop", "completion_usage": usage}
+    events = [event for index in range(2) for event in answer.events({**chunk, "index": index})]
+    assert events[-1].usage == wire.Usage(prompt_tokens=1, completion_tokens=18, total_tokens=19, reasoning_tokens=8)
+    assert not events[0].HasField("usage")
 
 
 async def test_kv_events_are_kept_for_a_while() -> None:

@@ -23,7 +23,7 @@ from worker.runtimes.direct.openai_fields import places
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.asking import own_name, written
 from worker.runtimes.openengine.errors import Unsupported
-from worker.runtimes.openengine.request import FIELDS, CallHints, read
+from worker.runtimes.openengine.request import FIELDS, CallHints, read, renamed
 from worker.sampling import SamplingParams
 
 LIMITS = RequestLimits(context_length=64, vocab_size=1000, eos_token_ids=(1,), numerics="exact", kv_dtype="float32")
@@ -113,9 +113,12 @@ def test_names_in_errors_go_back(theirs: str) -> None:
     assert own_name(f"{theirs}[0].x", {}) == (ours if theirs.startswith("guided.") else inside)
 
 
-def test_a_condition_is_named_as_the_message_has_it() -> None:
-    for name in ("stop", "stop_token_ids"):
-        assert own_name("stopping.conditions", {"stop_conditions": {name: [1]}}) == f"stop_conditions.{name}"
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_condition_is_named_as_the_message_has_it(name: str) -> None:
+    """Beside stop strings an error about a stop token named those."""
+    both = {"stop_conditions": {"stop": ["a"], "stop_token_ids": [1]}}
+    told = renamed(InvalidRequest(f"stop_conditions.{name}", "is wrong"), written(both, "id"))
+    assert own_name(told.field, both) == f"stop_conditions.{name}"
 
 
 @pytest.mark.parametrize(

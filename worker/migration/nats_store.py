@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import nats
 from nats.aio.client import Client
-from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NoStreamResponseError
+from nats.js.errors import BucketNotFoundError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
 from worker.errors import StartupError, without_user
@@ -88,8 +88,7 @@ class NatsStore:
                 bucket = self._bucket or await self._open_bucket()
             yield bucket
         except (nats.errors.Error, OSError) as error:
-            if isinstance(error, (BucketNotFoundError, NoStreamResponseError)):
-                self._bucket = None  # the server has lost it: it is made again
+            self._bucket = None  # the server may have lost it: it is looked for, and made again
             raise StoreError(f"{self.address}: {str(error) or type(error).__name__}") from None
 
     async def _open_bucket(self) -> KeyValue:
@@ -103,7 +102,7 @@ class NatsStore:
         return self._bucket
 
     async def _connected(self) -> Client:
-        if self._client is None:
+        if self._client is None or self._client.is_closed:  # by a server that did not let it in
             self._client = await nats.connect(
                 self._url,
                 connect_timeout=1,

@@ -16,7 +16,8 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.field_checks import GUIDES
 from worker.frontdoor.fields import CHAT
-from worker.runtimes.direct.openai_fields import guide_of, places, with_objects
+from worker.frontdoor.request_ids import DYNAMO_ID
+from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.sampling import SamplingParams
 
 Message = dict[str, Any]
@@ -102,11 +103,14 @@ def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes]
     return asked
 
 
+_CLIENT_NAMES = {"routing.priority": "nvext.agent_hints.priority", "request id": DYNAMO_ID.decode()}
+
+
 def client_name(path: str, body: Mapping[str, Any]) -> str:
     """The field of a body for one of the message that stands elsewhere in it; others stay."""
     if path == "chat_template_args" and path not in body:
         return next((name for name in _VARIABLES if name in body), path)
-    return "nvext.agent_hints.priority" if path == "routing.priority" else path
+    return _CLIENT_NAMES.get(path, path)
 
 
 Reader = Callable[[AskedAnswer, str, Any], None]
@@ -131,10 +135,6 @@ def _prompt(asked: AskedAnswer, name: str, value: Any) -> None:
     if isinstance(value, list) and not all(type(one) is int for one in value):
         raise InvalidRequest(name, "must be one prompt here, a text or token ids")
     asked.message["prompt" if isinstance(value, str) else "token_ids"] = value
-
-
-def _messages(asked: AskedAnswer, name: str, value: Any) -> None:
-    asked.message["messages"] = with_objects(value)
 
 
 def _template(asked: AskedAnswer, name: str, value: Any) -> None:
@@ -226,7 +226,7 @@ _VARIABLES = (
 """Fields with variables of the chat template."""
 
 _READERS: Mapping[str, Reader] = {
-    "messages": _messages,
+    "messages": _at("messages"),
     "prompt": _prompt,
     "max_completion_tokens": _at("stop_conditions.max_tokens"),
     "thinking_token_budget": _at("stop_conditions.max_thinking_tokens"),

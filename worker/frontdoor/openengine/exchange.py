@@ -16,7 +16,7 @@ from typing import Any
 
 from adapters.vocabulary import ReasoningTokens
 from worker.engines.images import FIELD as IMAGES
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, shown
 from worker.frontdoor import http
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import encoded, server_sent
@@ -212,15 +212,24 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
     sampling = direct.fields["sampling_options"]
     if sampling.get("seed") is None:
         sampling["seed"] = secrets.randbits(SEED_BITS)  # another worker could not go on without it
-    found = [(name.decode(), request.headers[name].decode("latin-1")) for name in _PASSED_ON if name in request.headers]
-    if priority is not None:
-        found.append(("openengine-priority", str(priority)))
+    metadata = _metadata(request.headers, priority)
     split = reasoning = None
     if thinking is not None and asked.is_chat:
         is_inside = _begins_inside(prompts, direct.fields["token_ids"], thinking)
         split = ThinkingSplit(thinking, is_inside=is_inside)
         reasoning = reasoning_tokens(prompts.vocabulary, thinking, is_inside=is_inside)
-    return _Prepared(asked, direct, found, split, reasoning)
+    return _Prepared(asked, direct, metadata, split, reasoning)
+
+
+def _metadata(headers: Mapping[bytes, bytes], priority: Any) -> Metadata:
+    """Metadata of the calls that ask for an answer. A trace that no call can carry is none, as W3C
+    Trace Context has it. Raises `InvalidRequest`.
+    """
+    values = [(name.decode(), headers[name].decode("latin-1")) for name in _PASSED_ON if name in headers]
+    found = [(name, value) for name, value in values if value.isascii() and value.isprintable()]
+    if priority is not None and type(priority) is not int:
+        raise InvalidRequest("routing.priority", f"must be an integer, got {shown(priority)}")
+    return found if priority is None else [*found, ("openengine-priority", str(priority))]
 
 
 def _begins_inside(prompts: Prompts, prompt: list[int], thinking: Thinking) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,18 @@ from worker.text.answer_text import AnswerText
 
 _PER_TOKEN = ("log_probs", "top_logprobs")
 """Keys of a chunk whose values have one entry per token."""
+
+
+def cancelled(request: DirectRequest) -> Iterator[dict[str, Any]]:
+    """The last chunk of each choice of a request that was cancelled before anything was computed;
+    its prompt may not have been checked.
+    """
+    prompt = request.fields["token_ids"]
+    count = len(prompt) if isinstance(prompt, list) else 0
+    usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+    text = {"text": ""} if request.wants_text else {}
+    for index in range(request.num_choices):
+        yield {"token_ids": [], "index": index, **text, "finish_reason": "cancelled", "completion_usage": usage}
 
 
 class ChoiceText:
@@ -52,7 +64,7 @@ class ChoiceText:
         for key, values in self._held.items():
             values += chunk.pop(key, ())
         finish_reason = chunk.get("finish_reason")
-        self._take(ends=finish_reason is not None)
+        self._take(ends=finish_reason is not None, is_stopped=STOP_STRING in chunk)
         if self.has_stopped and finish_reason in (None, "length"):
             chunk["finish_reason"] = finish_reason = "stop"
         if self.has_stopped:
@@ -62,11 +74,15 @@ class ChoiceText:
         is_empty = not chunk["token_ids"] and not chunk.get("text") and finish_reason is None
         return None if is_empty and "engine_data" not in chunk else chunk
 
-    def _take(self, *, ends: bool) -> None:
+    def _take(self, *, ends: bool, is_stopped: bool) -> None:
+        """Take the new tokens; where the worker has stopped, the last completes a stop string, even
+        behind fewer than the fewest: others were generated before the request moved here.
+        """
         new = self._held["token_ids"][self._num_taken - self._num_sent :]
-        for token_id in new:
+        for place, token_id in enumerate(new, 1):
             self._num_taken += 1
-            self._text.is_too_short = self._num_taken < self._request.min_tokens
+            is_end = is_stopped and place == len(new)
+            self._text.is_too_short = self._num_taken < self._request.min_tokens and not is_end
             if self._text.append(token_id):
                 self.has_stopped = True
                 return

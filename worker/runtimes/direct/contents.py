@@ -27,6 +27,23 @@ def _shows(content: Any, tokenizer: Any, template: str | None) -> bool:
         return False
 
 
+def answered(messages: Any) -> Any:
+    """The messages, whose assistant's have an empty text where they have no content: clients send
+    calls back so, and a chat template that joins role and content fails.
+
+    Args:
+        messages: Messages of a chat; what is no list of them stays as it is.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [{**each, "content": ""} if _lacks_content(each) else each for each in messages]
+
+
+def _lacks_content(message: Any) -> bool:
+    is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
+    return is_answer and message.get("content") is None
+
+
 def fitted(messages: Any, texts: bool) -> Any:
     """The messages with their contents as the chat template takes them, as Dynamo's frontend gives
     them to it: parts that are all texts as one text, each on lines of its own; or a text as a part.

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES
-from worker.errors import InvalidRequest, shown
+from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.fields import boolean, stop_strings, text
-from worker.runtimes.direct.contents import fitted
-from worker.runtimes.direct.pictures import add_pictures, taken_out
+from worker.runtimes.direct.contents import answered, fitted
+from worker.runtimes.direct.openai_fields import with_objects
+from worker.runtimes.direct.pictures import add_pictures, taken_out, told_path
 
 PROMPTS = ("messages", "prompt", "token_ids")
 """The prompt: a chat, a text, or token ids; exactly one of them."""
@@ -39,6 +40,8 @@ class DirectRequest:
         min_tokens: Tokens before which stop strings do not end an answer.
         wants_text: Whether answers come as text too.
         skip_special_tokens: Whether that text leaves out special tokens.
+        prompt_field: Field of the message that the prompt is in, one of `PROMPTS`.
+        pictured: Messages of a chat with pictures, None for others.
     """
 
     fields: dict[str, Any]
@@ -48,6 +51,14 @@ class DirectRequest:
     min_tokens: int
     wants_text: bool
     skip_special_tokens: bool
+    prompt_field: str
+    pictured: Any = None
+
+    def told(self, field: str) -> str:
+        """The name in the client's message of one of `fields`, which an error is about."""
+        if path_within(field, "token_ids") is not None:
+            return self.prompt_field
+        return told_path(field, self.pictured)
 
     @property
     def num_generated(self) -> int:
@@ -86,8 +97,9 @@ def parse(
     """
     fields = {name: value for name, value in message.items() if name not in OWN_FIELDS and value is not None}
     own = {name: message[name] for name in OWN_FIELDS if message.get(name) is not None}
+    urls: list[str] = []
     if "messages" in own:
-        own["messages"], urls = taken_out(own["messages"])
+        own["messages"], urls = taken_out(answered(with_objects(own["messages"])))
         add_pictures(fields, urls)
         if takes_texts is not None:
             own["messages"] = fitted(own["messages"], takes_texts)
@@ -102,17 +114,28 @@ def parse(
     wants_text = boolean("text", own.get("text", tokenizer is not None))
     if tokenizer is None and (stops or wants_text):
         raise InvalidRequest("stop_conditions.stop" if stops else "text", "the model has no tokenizer")
-    include, least = sampling.get("include_stop_str_in_output"), stopping.get("min_tokens")
-    skip = _section(fields, "output_options").get("skip_special_tokens")
+    output = _section(fields, "output_options")
+    if output.get("no_stop_trim") is True and sampling.get("include_stop_str_in_output") is None:
+        sampling["include_stop_str_in_output"] = True
     return DirectRequest(
         fields,
         num_choices,
         stops,
-        include_stop=include is True,
-        min_tokens=least if type(least) is int else 0,
+        include_stop=sampling.get("include_stop_str_in_output") is True,
+        min_tokens=_fewest(stopping),
         wants_text=wants_text,
-        skip_special_tokens=skip is not False,
+        skip_special_tokens=output.get("skip_special_tokens") is not False,
+        prompt_field=next(name for name in PROMPTS if message.get(name) is not None),
+        pictured=message["messages"] if urls else None,
     )
+
+
+def _fewest(stopping: Mapping[str, Any]) -> int:
+    """Tokens before which no stop string counts; the fewest of an answer are its most at most."""
+    least, most = stopping.get("min_tokens"), stopping.get("max_tokens")
+    if type(least) is not int:
+        return 0
+    return min(least, most) if type(most) is int else least
 
 
 def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:

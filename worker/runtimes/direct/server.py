@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from worker.arguments import Arguments
-from worker.runtimes.direct.answer import ChoiceText
+from worker.errors import InvalidRequest
+from worker.runtimes.direct.answer import ChoiceText, cancelled
 from worker.runtimes.direct.contents import takes_texts
 from worker.runtimes.direct.request import DirectRequest, parse
 from worker.server import RequestServer
@@ -32,6 +33,7 @@ class DirectServer:
     def __init__(self, server: RequestServer, arguments: Arguments) -> None:
         self.server = server
         self.tokenizer = server.chains.vocabulary.tokenizer
+        self._is_ended: dict[str, bool] = {}  # of requests whose choices are served
         template = arguments.custom_jinja_template
         self._template = None if template is None else Path(template).read_text(encoding="utf-8")
 
@@ -68,9 +70,13 @@ class DirectServer:
         """
         serve = partial(self._choice, request_id, request, trace, metadata or {})
         found = serve(0) if request.num_choices == 1 else self._choices(request.num_choices, serve)
-        async with contextlib.aclosing(found) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        self._is_ended[request_id] = False
+        try:
+            async with contextlib.aclosing(found) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            del self._is_ended[request_id]
 
     async def _choices(
         self, num_choices: int, serve: Callable[[int], AsyncGenerator[Chunk, None]]
@@ -105,19 +111,31 @@ class DirectServer:
         metadata: Mapping[str, str],
         choice: int,
     ) -> AsyncGenerator[Chunk, None]:
+        if self._is_ended[request_id]:  # before this choice has begun
+            yield list(cancelled(request))[choice]
+            return
         served_id = choice_id(request_id, request, choice)
         text: ChoiceText | None = None
-        async with contextlib.aclosing(self.server.serve(served_id, request.fields, metadata, choice, trace)) as chunks:
-            async for chunk in chunks:
-                text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
-                sent = text.chunk(chunk)
-                if sent is not None:
-                    yield {**sent, "index": choice}
-                if text.has_stopped:
-                    return
+        serving = self.server.serve(served_id, request.fields, metadata, choice, trace)
+        try:
+            async with contextlib.aclosing(serving) as chunks:
+                async for chunk in chunks:
+                    text = text or ChoiceText(request, self.tokenizer)  # not before the prompt has been checked
+                    sent = text.chunk(chunk)
+                    if sent is not None:
+                        yield {**sent, "index": choice}
+                    if text.has_stopped:
+                        return
+        except InvalidRequest as error:
+            name = request.told(error.field)
+            if name == error.field:
+                raise
+            raise InvalidRequest(name, error.problem) from error.__cause__
 
     def end(self, request_id: str, request: DirectRequest) -> None:
         """End every choice of a request; its stream ends as cancelled."""
+        if request_id in self._is_ended:
+            self._is_ended[request_id] = True
         for choice in range(request.num_choices):
             self.server.end_request(choice_id(request_id, request, choice))
 

@@ -18,8 +18,9 @@ from nats.micro.service import Service
 
 from worker import __version__
 from worker.arguments import Arguments
-from worker.errors import Draining, InvalidRequest, RequestFailed, ServingError
+from worker.errors import Draining, InvalidRequest, RequestFailed, ServingError, shown
 from worker.metrics import OUTCOMES
+from worker.runtimes.direct.answer import cancelled
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.open_answers import OpenAnswers
@@ -143,9 +144,11 @@ class NatsService:
             message = protocol.decoded(data)
         except protocol.Malformed as error:
             raise InvalidRequest(error.field, str(error)) from None
+        self._check_model(message.get("model"))
         request = await self._messages.parsed(message)
         if not self._answers.begin(request_id, request):
-            await stream.send({"token_ids": [], "index": 0, "finish_reason": "cancelled"})
+            for chunk in cancelled(request):
+                await stream.send(chunk)
             await stream.end()
             return
         async with contextlib.aclosing(self._messages.chunks(request_id, request)) as chunks:
@@ -154,6 +157,13 @@ class NatsService:
                 if stream.is_gone:
                     return
         await stream.end()
+
+    def _check_model(self, model: Any) -> None:
+        """Raises `InvalidRequest` for another model: a subject may stand for several names."""
+        served = self._arguments.served_model_name
+        if model not in (None, served, self._arguments.model_path):
+            problem = f"must be {served!r}, got {shown(model)}; an adapter is chosen by routing.lora_name"
+            raise InvalidRequest("model", problem)
 
     def _stream(self, subject: str, request_id: str, acknowledge: str, window: int) -> AnswerStream:
         assert self._client is not None

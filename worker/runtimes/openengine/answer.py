@@ -70,20 +70,16 @@ class Answer:
         rollout = data.get(ROLLOUT, "")
         if chunk["token_ids"] or chunk.get("text") or (rollout and not ends):
             tokens = list(self._tokens(chunk))
+            computed_with = data.get(COMPUTED_WITH)
             while len(tokens) > MOST_TOKENS and not rollout:  # which is told of all of them
-                yield self._event(token=wire.TokenOutput(output_index=chunk["index"], tokens=tokens[:MOST_TOKENS]))
+                output = wire.TokenOutput(output_index=chunk["index"], tokens=tokens[:MOST_TOKENS])
+                yield self._event(token=output, computed_with=computed_with)
                 del tokens[:MOST_TOKENS]
             output = wire.TokenOutput(output_index=chunk["index"], tokens=tokens, text=chunk.get("text"))
-            yield self._event(token=output, engine_data=rollout, computed_with=data.get(COMPUTED_WITH))
+            yield self._event(token=output, engine_data=rollout, computed_with=computed_with)
             rollout = ""
         if ends:
             yield self._finished(chunk, data, rollout)
-
-    def cancelled(self) -> Iterator[wire.GenerateResponse]:
-        """The events of a request that was aborted before anything was computed."""
-        usage = {"prompt_tokens": len(self._request.fields["token_ids"]), "completion_tokens": 0}
-        for index in range(self._request.num_choices):
-            yield self._finished({"index": index, "finish_reason": "cancelled", "completion_usage": usage}, {}, "")
 
     def _event(self, **event: Any) -> wire.GenerateResponse:
         return wire.GenerateResponse(request_id=self._request_id, **event)
@@ -116,12 +112,15 @@ class Answer:
         it that an earlier one computed, so that the fewest cached tokens are the request's.
         """
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens")
+        reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens")
         total = self._usage
         total.prompt_tokens = usage["prompt_tokens"]
         total.completion_tokens += usage["completion_tokens"]
         total.total_tokens = total.prompt_tokens + total.completion_tokens
         if cached is not None and (not total.HasField("cached_prompt_tokens") or cached < total.cached_prompt_tokens):
             total.cached_prompt_tokens = cached
+        if reasoning is not None:
+            total.reasoning_tokens += reasoning
 
     def _tokens(self, chunk: Chunk) -> Iterator[wire.TokenInfo]:
         scores, tops = chunk.get("log_probs"), chunk.get("top_logprobs")

@@ -14,6 +14,7 @@ from grpc.aio import ServicerContext
 
 from worker.errors import Draining, EngineBroken, InvalidRequest, ServingError
 from worker.requests.prompt_scores import token_text
+from worker.runtimes.direct.answer import cancelled
 from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.openengine import wire
@@ -124,8 +125,9 @@ class Inference:
         assert request is not None
         answer = Answer(request_id, asked, request, token_text(server.chains.vocabulary), server.info.eos_token_ids)
         if running.is_aborted:
-            for event in answer.cancelled():
-                yield event
+            for chunk in cancelled(request):
+                for event in answer.events(chunk):
+                    yield event
             return
         async with contextlib.aclosing(direct.chunks(request_id, request, hints.trace, hints.client)) as chunks:
             async for chunk in chunks:

@@ -75,11 +75,12 @@ FIELDS: dict[str, str] = {
 
 TOLD: tuple[tuple[str, str], ...] = (
     *((ours, theirs) for theirs, ours in FIELDS.items()),
-    ("stop_conditions.stop", "stopping.conditions"),
-    ("stop_conditions.stop_token_ids", "stopping.conditions"),
+    ("stop_conditions.stop", "stopping.conditions.stop_text"),
+    ("stop_conditions.stop_token_ids", "stopping.conditions.stop_token_id"),
     ("sampling_options.guided_decoding", "guided"),
     ("prompt_token_ids", "token_ids.ids"),
     ("routing.priority", "openengine-priority"),
+    (f"metadata.{METADATA_KEY}", CLIENT_METADATA),
     ("request id", "request_id"),
 )
 """Names in errors of the worker, and the protocol's."""

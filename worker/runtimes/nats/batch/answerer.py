@@ -74,14 +74,13 @@ class BatchAnswerer:
         if failures >= self._max_deliver:
             await self._give_up(running, f"{failures} workers have not answered it")
             return
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - time.time())
+        deadline = asyncio.timeout(left_s)
         try:
-            if request.deadline_s is None:
+            async with deadline:
                 line = await self._answer(running)
-            else:
-                async with asyncio.timeout(max(0.0, request.deadline_s - time.time())):
-                    line = await self._answer(running)
-        except TimeoutError as error:
-            await self._end(running, error if request.deadline_s is None else Expired())
+        except TimeoutError as error:  # the deadline's, or of a server that has not sent the body
+            await self._end(running, Expired() if deadline.expired() else error)
             return
         except RequestAborted as error:  # for all requests in flight: another attempt is answered
             await self._end(running, error)

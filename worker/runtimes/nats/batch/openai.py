@@ -13,7 +13,7 @@ from typing import Any
 from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest, ServingError, shown
 from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
-from worker.runtimes.direct.openai_fields import guide_of, places, with_objects
+from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
 from worker.sampling import SamplingParams
@@ -71,7 +71,7 @@ def message_of(url: str, body: Any, digest: str, record: type[SamplingParams] = 
 
 def _add_prompt(message: Message, url: str, given: Mapping[str, Any]) -> None:
     if url == CHAT:
-        message["messages"] = with_objects(given.get("messages"))
+        message["messages"] = given.get("messages")
         message["chat_template_args"] = given.get("chat_template_args")
         if given.get("tools") and given.get("tool_choice") != "none":
             raise InvalidRequest("body.tools", "are supported only with tool_choice none: no tool call is parsed here")

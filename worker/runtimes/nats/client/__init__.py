@@ -5,7 +5,7 @@ They need nats-py alone: neither torch nor Dynamo.
 
 from worker.runtimes.nats.client.answers import Answer, ChoiceAnswer, Chunk
 from worker.runtimes.nats.client.blocking import BlockingWorkerClient
-from worker.runtimes.nats.client.errors import NoWorkers, RequestError, WorkerLost
+from worker.runtimes.nats.client.errors import ConnectionClosed, NoWorkers, RequestError, WorkerLost
 from worker.runtimes.nats.client.worker_client import WorkerClient
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "BlockingWorkerClient",
     "ChoiceAnswer",
     "Chunk",
+    "ConnectionClosed",
     "NoWorkers",
     "RequestError",
     "WorkerClient",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
+
+ROLLOUT = "rollout"
+"""Key of the JSON text about tokens in the ``engine_data`` of a chunk."""
 
 Chunk = dict[str, Any]
 
@@ -17,7 +21,8 @@ class ChoiceAnswer:
         token_ids: Generated tokens.
         finish_reason: ``stop``, ``length`` or ``cancelled``.
         log_probs: Log probability of each token, if they were asked for.
-        engine_data: The receipt, if one was asked for.
+        engine_data: Data of the worker beside the tokens, if some were asked for: the newest value
+            of each key, and under ``rollout`` the lists of all tokens.
     """
 
     text: str = ""
@@ -47,8 +52,18 @@ class Answer:
         choice.text += chunk.get("text", "")
         choice.token_ids += chunk["token_ids"]
         choice.log_probs += chunk.get("log_probs", ())
-        choice.engine_data = chunk.get("engine_data", choice.engine_data)
+        if "engine_data" in chunk:
+            choice.engine_data = _joined(choice.engine_data or {}, chunk["engine_data"])
         choice.finish_reason = chunk.get("finish_reason", choice.finish_reason)
         if "completion_usage" in chunk:
             self.usage["prompt_tokens"] = chunk["completion_usage"]["prompt_tokens"]
             self.usage["completion_tokens"] += chunk["completion_usage"]["completion_tokens"]
+
+
+def _joined(before: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The data of two chunks; what they say of tokens is JSON text, in which a list has each."""
+    joined = {**before, **data}
+    if ROLLOUT in before and ROLLOUT in data:
+        lists, more = json.loads(before[ROLLOUT]), json.loads(data[ROLLOUT])
+        joined[ROLLOUT] = json.dumps({key: lists.get(key, []) + more.get(key, []) for key in {**lists, **more}})
+    return joined

@@ -73,7 +73,8 @@ class BlockingWorkerClient:
             while (chunk := self._run(_next(chunks))) is not None:
                 yield chunk
         finally:
-            self._run(chunks.aclose())
+            if not self._loop.is_closed():  # by `close`, which has ended it
+                self._run(chunks.aclose())
 
     def cancel(self, request_id: str) -> None:
         """See `WorkerClient.cancel`."""

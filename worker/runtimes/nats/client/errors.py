@@ -32,3 +32,12 @@ class WorkerLost(RequestError):
 
     def __init__(self, silent_s: float) -> None:
         super().__init__(503, "WorkerLost", f"nothing was heard of the worker for {silent_s:.1f} s")
+
+
+class ConnectionClosed(RequestError):
+    """The connection to NATS was closed for good while the answer was under way: by this client, or
+    by a server that does not let it in any more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(499, "ConnectionClosed", "the connection to NATS was closed")

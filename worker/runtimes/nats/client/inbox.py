@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from worker.runtimes.nats.client.errors import WorkerLost
+from worker.runtimes.nats.client.errors import ConnectionClosed, WorkerLost
 from worker.runtimes.nats.client.receiver import Receiver
 from worker.runtimes.nats.protocol import GONE, KIND, RESUME, SEQUENCE
 
@@ -66,7 +66,7 @@ class Inbox:
 
     async def acknowledge(self, subject: str | None, number: int, kind: str = "") -> None:
         """Tell a worker how far its answer was read, or received with `RESUME`."""
-        if subject is not None:
+        if subject is not None and not self._connection.is_closed:
             headers = {SEQUENCE: str(number)}
             await self._connection.publish(subject, headers={**headers, KIND: kind} if kind else headers)
 
@@ -79,6 +79,11 @@ class Inbox:
         for receiver in self.receivers.values():
             receiver.heard_s = time.monotonic()
             await self.acknowledge(receiver.acknowledge, receiver.expected, RESUME)
+
+    def fail(self) -> None:
+        """The connection is closed for good: every answer under way ends with an error."""
+        for receiver in self.receivers.values():
+            receiver.fail(ConnectionClosed())
 
     async def _take(self, message: Msg) -> None:
         receiver = self.receivers.get(message.subject.rpartition(".")[2])

@@ -8,7 +8,7 @@ import time
 from nats.aio.msg import Msg
 
 from worker.runtimes.nats.client.errors import NoWorkers, RequestError
-from worker.runtimes.nats.protocol import HEARTBEAT, KIND, SEQUENCE
+from worker.runtimes.nats.protocol import END, ERROR, HEARTBEAT, KIND, SEQUENCE
 
 
 class Receiver:
@@ -65,6 +65,7 @@ class Receiver:
         if isinstance(found, RequestError):
             raise found
         self._num_read += 1
+        self.has_ended = (found.headers or {}).get(KIND) in (END, ERROR)
         return found
 
     @property

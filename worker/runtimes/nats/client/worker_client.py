@@ -16,7 +16,6 @@ from worker.runtimes.nats import protocol
 from worker.runtimes.nats.client.answers import Answer, Chunk
 from worker.runtimes.nats.client.errors import NoWorkers, RequestError
 from worker.runtimes.nats.client.inbox import Inbox
-from worker.runtimes.nats.client.receiver import Receiver
 from worker.runtimes.nats.connection import ConnectionOptions, connect, disconnect
 from worker.runtimes.nats.protocol import END, ERROR, KIND, LOST_S, REQUEST_ID, WINDOW, Subjects
 
@@ -70,7 +69,12 @@ class WorkerClient:
             for client in clients:
                 await client._inbox.resume()
 
-        connection = await connect(options or ConnectionOptions(), "worker client", reconnected=reconnected)
+        async def closed() -> None:
+            for client in clients:
+                client._inbox.fail()
+
+        given = options or ConnectionOptions()
+        connection = await connect(given, "worker client", reconnected=reconnected, closed=closed)
         client = cls(connection, Subjects(model, version), window, lost_s)
         clients.append(client)
         await client._inbox.open()
@@ -154,13 +158,14 @@ class WorkerClient:
             try:
                 await self._send(attempt, request_id, request)
                 while not receiver.has_ended:
-                    chunk = _chunk(await receiver.read(), receiver)
-                    if receiver.is_acknowledgement_due:
+                    message = await receiver.read()
+                    if receiver.is_acknowledgement_due:  # of an error, too: the id is free again
                         await self._inbox.acknowledge(receiver.acknowledge, receiver.num_read)
+                    chunk = _chunk(message)
                     if chunk is not None:
                         yield chunk
             finally:
-                if not receiver.has_ended and not self.connection.is_closed:
+                if not receiver.has_ended:
                     await self._inbox.tell_gone(receiver.acknowledge)
 
     async def _send(self, attempt: str, request_id: str, request: Mapping[str, Any]) -> None:
@@ -173,13 +178,9 @@ class WorkerClient:
             raise RequestError(413, "InvalidRequest", f"the request is larger than NATS takes, {limit} bytes") from None
 
 
-def _chunk(message: Msg, receiver: Receiver) -> Chunk | None:
+def _chunk(message: Msg) -> Chunk | None:
     kind = (message.headers or {}).get(KIND)
     if kind == ERROR:
-        receiver.has_ended = True
         error = protocol.decoded(message.data)["error"]
         raise RequestError(error["code"], error["type"], error["message"], error.get("field"))
-    if kind == END:
-        receiver.has_ended = True
-        return None
-    return protocol.decoded(message.data)
+    return None if kind == END else protocol.decoded(message.data)
