@@ -51,8 +51,8 @@ class Option:
         return f"{self.help}{choices}{default} [{self.env}]"
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Let ``parser`` read the flag as a list of texts, as often as it is given; that of a switch
-        may stand alone.
+        """Let ``parser`` read the flag as a list of texts, one each time that it is given; that of
+        a switch may stand alone.
         """
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(self.default, bool) else {}
         text = self.description.replace("%", "%%")
