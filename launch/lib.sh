@@ -110,6 +110,10 @@ prepare_runtime() {
     export DYN_REQUEST_PLANE=tcp DYN_TCP_RPC_HOST=127.0.0.1
     export DYN_TCP_RESPONSE_STREAM_HOST=lo # the name of an interface, not an address
     export DYN_SYSTEM_HOST=127.0.0.1
+    # The frontend fetches the tokenizer from the worker's system port.
+    local direct=${no_proxy:-${NO_PROXY:-}}
+    [[ $direct == '*' ]] || direct=${direct:+$direct,}127.0.0.1,localhost,::1
+    export no_proxy=$direct NO_PROXY=$direct
     # Load reports for a router that there is none of: with ZeroMQ they would be published on every address.
     export DYN_EVENT_PLANE=zmq WORKER_ENABLE_KV_ROUTING=false
     # A body costs the frontend up to 250 times its size in memory, and its own limit is 45 MB.

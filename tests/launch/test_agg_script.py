@@ -265,6 +265,16 @@ def test_the_model_has_one_way_to_be_given(tmp_path: Path) -> None:
     assert sourced("true", "--model-path-of", "/m").returncode == 0
 
 
+def test_a_proxy_is_for_other_machines(tmp_path: Path) -> None:
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"), f"http://127.0.0.1:{free_port()}")
+    with launched(tmp_path, variables={**proxies, "no_proxy": "", "NO_PROXY": ""}) as script:
+        script.wait_until_ready()
+    program = 'prepare_runtime; echo "$no_proxy $NO_PROXY"'
+    for given, kept in (("corp.example", "corp.example,127.0.0.1,localhost,::1"), ("*", "*")):
+        done = sourced(program, no_proxy="", NO_PROXY=given, TMPDIR=str(tmp_path))
+        assert done.stdout == f"{kept} {kept}\n"
+
+
 def test_without_a_home_there_are_no_batches(tmp_path: Path) -> None:
     program = 'mkdir() { echo "$@" > "$made"; }; HTTP_PORT=1; unset HOME; batch_directory'
     assert sourced(program, XDG_STATE_HOME="", made=str(tmp_path / "made")).stdout == "off\n"
