@@ -29,7 +29,7 @@ from adapters.catalog import (
 )
 from adapters.check_command import add_check_command
 from adapters.processors.detection import add_detect_command
-from adapters.standard_output import may_be_cut_off
+from adapters.standard_output import may_be_cut_off, write
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -149,6 +149,5 @@ def _run_table(arguments: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> int:
-    if sys.stdout is not None:  # as where the command was started without one
-        sys.stdout.write(text)
+    write(text)
     return 0

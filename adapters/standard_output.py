@@ -19,6 +19,12 @@ def may_be_cut_off() -> Iterator[None]:
         discard()
 
 
+def write(text: str) -> None:
+    """Write to standard output, where there is one: a command may be started without."""
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+
+
 def discard() -> None:
     """Let go of what Python would try to write once more at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

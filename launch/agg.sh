@@ -33,7 +33,7 @@ frontend or the worker ended by itself.
 TEXT
 }
 
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/lib.sh"
 
 check_http_port
 if [[ $HTTP_HOST == 127.* || $HTTP_HOST == ::1 || $HTTP_HOST == localhost ]]; then

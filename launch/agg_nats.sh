@@ -37,8 +37,8 @@ no worker was left, or when another process ended by itself.
 TEXT
 }
 
-source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
-source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/several.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/services.sh"
 
 export ETCD_LEASE_TTL=${ETCD_LEASE_TTL:-60} # an etcd that is away for longer ends Dynamo's processes
 check_number ETCD_LEASE_TTL 1 100000

@@ -37,7 +37,7 @@ processes ended by itself.
 TEXT
 }
 
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/lib.sh"
 
 # Sets dynamo_python, the interpreter of an environment that has the sidecar.
 choose_dynamo_python() {

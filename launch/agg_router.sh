@@ -37,7 +37,7 @@ no worker was left, or when another process ended by itself.
 TEXT
 }
 
-source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/several.sh"
 
 prepare_several
 share_machine "$WORKERS"

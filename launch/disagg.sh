@@ -36,7 +36,7 @@ no worker was left, or when another process ended by itself.
 TEXT
 }
 
-source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/several.sh"
 
 prepare_several disagg
 share_machine $((PREFILL_WORKERS + DECODE_WORKERS))

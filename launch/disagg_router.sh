@@ -41,7 +41,7 @@ TEXT
 }
 
 PREFILL_WORKERS=${PREFILL_WORKERS:-2} DECODE_WORKERS=${DECODE_WORKERS:-2}
-source "$(dirname "${BASH_SOURCE[0]}")/several.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/several.sh"
 
 prepare_several disagg
 share_machine $((PREFILL_WORKERS + DECODE_WORKERS))

@@ -110,6 +110,10 @@ prepare_runtime() {
     export DYN_REQUEST_PLANE=tcp DYN_TCP_RPC_HOST=127.0.0.1
     export DYN_TCP_RESPONSE_STREAM_HOST=lo # the name of an interface, not an address
     export DYN_SYSTEM_HOST=127.0.0.1
+    # The frontend fetches the tokenizer from the worker's system port.
+    local direct=${no_proxy:-${NO_PROXY:-}}
+    [[ $direct == '*' ]] || direct=${direct:+$direct,}127.0.0.1,localhost,::1
+    export no_proxy=$direct NO_PROXY=$direct
     # Load reports for a router that there is none of: with ZeroMQ they would be published on every address.
     export DYN_EVENT_PLANE=zmq WORKER_ENABLE_KV_ROUTING=false
     # A body costs the frontend up to 250 times its size in memory, and its own limit is 45 MB.
@@ -198,8 +202,9 @@ forget() {
 # Where the files and batches of HTTP_PORT are kept, off where there is no such place. A port has one front door at a
 # time, as the directory needs it.
 batch_directory() {
-    local place=${XDG_STATE_HOME:-${HOME:-}/.local/state}/dynamo-logits-worker/batches-$HTTP_PORT
-    mkdir -p -m 700 "$place" 2> /dev/null && [[ -w $place ]] && echo "$place" || echo off
+    local state=${XDG_STATE_HOME:-${HOME:+$HOME/.local/state}} place
+    place=$state/dynamo-logits-worker/batches-$HTTP_PORT
+    [[ -n $state ]] && mkdir -p -m 700 "$place" 2> /dev/null && [[ -w $place ]] && echo "$place" || echo off
 }
 
 # The frontend, and the front door before it unless FRONT_DOOR is off.
@@ -292,11 +297,14 @@ await_model() {
 }
 
 announce() {
+    local key=
+    [[ $FRONT_DOOR == off || -z ${FRONT_DOOR_API_KEY_FILE:-} ]] ||
+        key=" -H \"Authorization: Bearer \$(grep -m 1 '^[^#]' $(printf %q "$FRONT_DOOR_API_KEY_FILE"))\""
     cat <<TEXT
 
 $launch_name: ready. $served_model answers at $base_url/v1; Ctrl-C stops it. Try:
 
-curl $base_url/v1/chat/completions -H 'Content-Type: application/json' \\
+curl $base_url/v1/chat/completions -H 'Content-Type: application/json'$key \\
   -d '{"model": "$served_model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
 
 TEXT
@@ -386,6 +394,7 @@ choose_stop_timeout() {
     done
 }
 
+[[ " ${script_arguments[*]} " != *" --model-path"[\ =]* ]] || fail "the model is given as MODEL_PATH, not as --model-path"
 choose_stop_timeout
 trap 'on_signal 130' INT
 trap 'on_signal 143' TERM

@@ -25,8 +25,8 @@ server or the worker ended by itself.
 TEXT
 }
 
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-source "$(dirname "${BASH_SOURCE[0]}")/services.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/lib.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/services.sh"
 
 export NATS_PORT=${NATS_PORT:-4222}
 prepare_environment servers

@@ -111,7 +111,9 @@ def check_model(arguments: Arguments) -> None:
     path = Path(arguments.model_path)
     file = find_gguf(path)
     if not path.exists():
-        made = "; launch/agg.sh makes that model, and serves it" if arguments.model_path in (DEFAULT, TINY) else ""
+        scripts = {DEFAULT: "launch/agg.sh without MODEL_PATH", TINY: "MODEL_PATH=tiny launch/agg.sh"}
+        script = scripts.get(arguments.model_path)
+        made = "" if script is None else f"; {script} makes that model, and serves it"
         raise StartupError(f"--model-path {path}: no such directory{made}")
     if file is None and not (path / "config.json").is_file():
         raise StartupError(f"--model-path {path}: no config.json, so not a Hugging Face checkpoint")

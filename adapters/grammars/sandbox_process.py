@@ -255,4 +255,5 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Serve the socket whose descriptor is the only argument."""
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(BrokenPipeError):  # the worker has gone, without having read what this had to say
+        serve(socket.socket(fileno=int(sys.argv[1])))

@@ -11,6 +11,7 @@ from typing import Any
 
 from adapters.processors.synthid import DEFAULT_DEPTH, detect_synthid
 from adapters.processors.watermark import DEFAULT_CONTEXT, detect, read_key
+from adapters.standard_output import write
 
 
 def add_detect_command(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -44,7 +45,7 @@ def run_detect(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"detect: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(asdict(score)) + "\n")
+    write(json.dumps(asdict(score)) + "\n")
     return 0
 
 
@@ -55,7 +56,10 @@ def _read_ids(path: Path, tokenizer: str | None) -> list[int]:
             raise ValueError(f"--tokenizer {tokenizer}: no such directory")
         from transformers import AutoTokenizer
 
-        encode = AutoTokenizer.from_pretrained(tokenizer).encode
+        try:
+            encode = AutoTokenizer.from_pretrained(tokenizer).encode
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--tokenizer {tokenizer}: {' '.join(str(error).split())}") from None
         return [int(token_id) for token_id in encode(text, add_special_tokens=False)]
     try:
         token_ids = json.loads(text)

@@ -780,6 +780,7 @@ export declare class Answer {
 export interface ClientOptions {
   /** Address with the path before /chat/completions; by default the launch scripts'. */
   baseURL?: string;
+  /** API key, printable ASCII, if the server has keys. */
   apiKey?: string | null;
   /** Milliseconds for which the server may send nothing, at most 2^31 - 1; 600,000 by default. */
   timeoutMs?: number;

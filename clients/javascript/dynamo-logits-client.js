@@ -399,7 +399,8 @@ export class Client {
     checkNames("Client", options, Object.keys(DEFAULTS));
     const given = Object.entries(options).filter(([, value]) => value !== undefined);
     this.#options = { ...DEFAULTS, ...Object.fromEntries(given) };
-    const { timeoutMs } = this.#options;
+    const { apiKey, timeoutMs } = this.#options;
+    if (apiKey !== null && !/^[\x20-\x7e]*$/.test(apiKey)) throw new TypeError("apiKey: expected printable ASCII");
     if (typeof timeoutMs !== "number" || !(timeoutMs >= 1 && timeoutMs <= LONGEST_TIMEOUT_MS)) {
       throw new TypeError(`timeoutMs: expected 1 to ${LONGEST_TIMEOUT_MS} milliseconds, got ${String(timeoutMs)}`);
     }

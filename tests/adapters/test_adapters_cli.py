@@ -32,6 +32,20 @@ def test_a_reader_that_has_read_enough_is_no_trouble(command: str, monkeypatch: 
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["list"], ["check", "third_party:Loud", "--only", "declares"], ["detect", "FILE", "--key-file", "KEY"]],
+)
+def test_without_standard_output_the_status_tells(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "FILE").write_text("[1, 2, 3]")
+    (tmp_path / "KEY").write_text("7" * 32)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(command) == 0
+
+
 def test_a_name_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["list", "--allow-logits-processors", "a,,b"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -328,6 +330,20 @@ def test_the_process_dies_with_its_owner() -> None:
         owner.kill()
     everybody = [process, *children]
     assert not psutil.wait_procs(everybody, 60)[1]
+
+
+def test_a_process_whose_owner_has_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """As where a start is ended by Ctrl-C."""
+    process = sandbox_process.SandboxProcess(tables)
+    try:
+        process.channel.shutdown(socket.SHUT_RD)
+        while process.unsent:
+            select.select([], [process.channel], [])
+            process.flush()
+        assert process._child.wait(60) == 0
+    finally:
+        process.end()
+    assert capfd.readouterr().err == ""
 
 
 def test_the_process_is_small(sandbox: GrammarSandbox) -> None:

@@ -164,6 +164,8 @@ def test_a_method_streams(context: quickjs.Context) -> None:
         ('{ timeoutMs: "60" }', "timeoutMs: expected 1 to 2147483647 milliseconds, got 60"),
         ("{ timeoutMs: Infinity }", "timeoutMs: expected 1 to 2147483647 milliseconds, got Infinity"),
         ("{ timeoutMs: 0 }", "timeoutMs: expected 1 to"),
+        ('{ apiKey: "secret\\n" }', "apiKey: expected printable ASCII"),
+        ('{ apiKey: "schl\\u00fcssel" }', "apiKey: expected printable ASCII"),
         ("{ timeoutMs: null }", "timeoutMs: expected 1 to"),
     ],
 )

@@ -33,7 +33,9 @@ from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
 from worker.frontdoor.returned_tokens import Returned
+from worker.replay.recorded import RecordedReceipt
 from worker.request_log import RequestEntry
+from worker.requests.receipts import OPTIONS_OF_BITS
 from worker.sampling import SamplingParams
 
 LANGUAGES = {"python", "py", "js", "sh", "console", "json", "yaml", "toml", "text"}
@@ -163,6 +165,12 @@ def test_the_mistake_in_readme_is_answered_as_shown() -> None:
 def test_the_line_of_a_request_log_has_every_key() -> None:
     (line,) = [block for block in BLOCKS if block.page == "docs/debugging.md" and block.language == "json"]
     assert list(json.loads(line.text)) == list(RequestEntry(request_id="a").as_json())
+
+
+def test_the_receipt_that_is_shown_has_every_option() -> None:
+    (shown,) = [each for each in BLOCKS if each.page == "docs/processors.md" and '"engine": {' in each.text]
+    receipt = RecordedReceipt.model_validate(json.loads(shown.text))
+    assert tuple(receipt.engine.options) == OPTIONS_OF_BITS
 
 
 def check_selection(fields: dict[str, Any], engine: Engine) -> None:

@@ -8,6 +8,9 @@ import re
 
 from document_pages import ROOT, text_of
 
+from worker.frontdoor.routes import ROUTES
+from worker.models.model_table import SERVED
+
 PAGE = text_of("docs/comparison.md")
 ROWS = re.findall(
     r"^\| (this worker|Dynamo's worker[^|]*|vLLM[^|]*|SGLang|TensorRT-LLM) \| (.+) \| (.*)\|$", PAGE, re.MULTILINE
@@ -38,3 +41,10 @@ def test_what_is_said_of_others_has_a_source() -> None:
         if system != "this worker" and not claim.startswith(("not documented", "as ", "no migration")):
             assert source.strip(), (system, claim)
     assert re.search(r"Looked up on \d{4}-\d{2}-\d{2}", PAGE)
+
+
+def test_what_is_missing_here_is_not_served() -> None:
+    missing = PAGE.split("\n## ")[-1]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]+ \|$", missing, re.MULTILINE)
+    assert dict(rows)["model types"].startswith(f"{len(SERVED)} ")
+    assert not [route.path for route in ROUTES if any(f"`{route.path}`" in feature for feature, _ in rows)]

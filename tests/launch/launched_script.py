@@ -98,6 +98,16 @@ class LaunchedScript(ScriptOutput):
         assert found, self.output
         self.model, self.url = found["model"], found["url"]
 
+    def run_printed_curl(self) -> str:
+        """The answer to the request that it prints behind the line that says it is ready."""
+        command = ""
+        while not command.endswith("}'\n"):
+            line = self.read_line()
+            assert line, "ended"
+            command += line
+        program = f"{command.strip()} -sf"
+        return subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 

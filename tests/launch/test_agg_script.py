@@ -13,11 +13,13 @@ import openai
 import psutil
 import pytest
 from launched_script import REPOSITORY, LaunchedScript, is_loopback, launched
+from ports import free_port
 
 from worker.arguments import OPTIONS, parse_arguments
 from worker.errors import ConfigurationError
 from worker.tiny_model import write_tiny_model
 
+SCRIPTS = sorted(each.name for each in (REPOSITORY / "launch").glob("*.sh") if os.access(each, os.X_OK))
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -59,13 +61,7 @@ def test_serves_on_loopback_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 def test_the_printed_curl_works(tmp_path: Path) -> None:
     with launched(tmp_path) as script:
         script.wait_until_ready()
-        command = ""
-        while not command.endswith("}'\n"):
-            line = script.read_line()
-            assert line, "ended"
-            command += line
-        done = subprocess.run(["bash", "-c", f"{command.strip()} -sf"], capture_output=True, text=True, check=True)
-        assert '"finish_reason":"length"' in done.stdout
+        assert '"finish_reason":"length"' in script.run_printed_curl()
 
 
 def test_a_request_under_way_at_sigterm_finishes(tmp_path: Path) -> None:
@@ -258,6 +254,46 @@ def test_the_workers_own_variable_chooses_the_environment(tmp_path: Path) -> Non
         assert f"error: --engine vllm: no Python at {nowhere}/bin/python" in done.stderr
     assert sourced(program, DLW_VLLM_VENV=nowhere).stdout == "python3\n"
     assert sourced(program, DLW_VLLM_VENV=nowhere, ENGINE="embedded", WORKER_ENGINE="vllm").stdout == "python3\n"
+
+
+def test_the_model_has_one_way_to_be_given(tmp_path: Path) -> None:
+    """Before anything is fetched: the worker would be given it twice."""
+    for arguments in (["--model-path", "/m"], ["--kv-blocks", "64", "--model-path=/m"]):
+        with launched(tmp_path, *arguments) as script:
+            assert script.finish() == 1
+            assert script.output == "agg: error: the model is given as MODEL_PATH, not as --model-path\n"
+    assert sourced("true", "--model-path-of", "/m").returncode == 0
+
+
+def test_a_proxy_is_for_other_machines(tmp_path: Path) -> None:
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"), f"http://127.0.0.1:{free_port()}")
+    with launched(tmp_path, variables={**proxies, "no_proxy": "", "NO_PROXY": ""}) as script:
+        script.wait_until_ready()
+    program = 'prepare_runtime; echo "$no_proxy $NO_PROXY"'
+    for given, kept in (("corp.example", "corp.example,127.0.0.1,localhost,::1"), ("*", "*")):
+        done = sourced(program, no_proxy="", NO_PROXY=given, TMPDIR=str(tmp_path))
+        assert done.stdout == f"{kept} {kept}\n"
+
+
+def test_without_a_home_there_are_no_batches(tmp_path: Path) -> None:
+    program = 'mkdir() { echo "$@" > "$made"; }; HTTP_PORT=1; unset HOME; batch_directory'
+    assert sourced(program, XDG_STATE_HOME="", made=str(tmp_path / "made")).stdout == "off\n"
+    assert not (tmp_path / "made").exists()
+    there = tmp_path / "state/dynamo-logits-worker/batches-1"
+    assert sourced("HTTP_PORT=1; batch_directory", XDG_STATE_HOME=str(tmp_path / "state")).stdout == f"{there}\n"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_link_to_a_script_starts_it(tmp_path: Path, script: str) -> None:
+    (tmp_path / script).symlink_to(REPOSITORY / "launch" / script)
+    done = subprocess.run(
+        [str(tmp_path / script)],
+        env=os.environ | {"DLW_VENV": "/nowhere", "HTTP_PORT": str(free_port()), "FRONT_DOOR_BATCH_DIR": "off"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (1, "install: DLW_VENV: no Python at /nowhere/bin/python\n")
 
 
 def test_help_names_every_variable() -> None:

@@ -19,10 +19,11 @@ def biased(client: openai.OpenAI, model: str) -> str:
 
 def test_a_control_arrives_with_a_key(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    (tmp_path / "keys").write_text("secret\n")
-    variables = {"MODEL_PATH": str(model), "FRONT_DOOR_API_KEY_FILE": str(tmp_path / "keys")}
+    (tmp_path / "its keys").write_text("# of March\n\nsecret\n")
+    variables = {"MODEL_PATH": str(model), "FRONT_DOOR_API_KEY_FILE": str(tmp_path / "its keys")}
     with launched(tmp_path, variables=variables) as script:
         script.wait_until_ready()
+        assert '"finish_reason":"length"' in script.run_printed_curl()
         with openai.OpenAI(base_url=script.url, api_key="secret", max_retries=0, timeout=60) as client:
             assert biased(client, script.model) == "DDDD"
             metrics = httpx.get(f"{script.url.removesuffix('/v1')}/metrics", headers={"authorization": "Bearer secret"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NEEDED = ("bash", "cat", "cut", "dirname", "grep", "mktemp", "rm", "sha256sum", "tail")
+NEEDED = ("bash", "cat", "cut", "dirname", "flock", "grep", "mkdir", "mktemp", "rm", "sha256sum", "tail")
 
 
 @pytest.fixture
@@ -98,6 +99,31 @@ def test_what_an_installation_started_ends_with_it(checkout: Path, ending: signa
         finally:
             script.kill()
     assert not psutil.wait_procs([compiler], timeout=10)[1]
+
+
+def test_two_do_not_install_into_one_environment(checkout: Path) -> None:
+    """As where ``launch/agg.sh`` and ``scripts/test`` are both started first of all."""
+    fake = checkout / "bin/python3"
+    makes = 'echo begun >> "$HOME/begun"; read -r line < "$HOME/end"; exit 3'
+    fake.write_text(f'#!/bin/sh\n[ "$1" = -c ] || [ "$1" = -V ] || {{ {makes}; }}\n')
+    fake.chmod(0o755)
+    os.mkfifo(checkout / "end")
+    variables = {"PATH": str(checkout / "bin"), "HOME": str(checkout)}
+    command, pipe = [str(checkout / "scripts/install"), "--runtime-only"], subprocess.PIPE
+    scripts = [subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    try:
+        said = {script.stdout.readline(): script for script in scripts if script.stdout is not None}
+        waiting = said.pop("install: waiting for another installation into .venv ...\n")
+        ((line, first),) = said.items()
+        assert line.startswith("install: new environment in .venv")
+        for script in (first, waiting):  # the first one fails, and the other one tries itself
+            (checkout / "end").write_text("\n")
+            assert script.wait(20) == 1
+        assert (checkout / "begun").read_text() == "begun\nbegun\n"
+    finally:
+        for script in scripts:
+            script.terminate()
+            script.communicate(timeout=20)
 
 
 def test_unknown_arguments_are_refused(checkout: Path) -> None:

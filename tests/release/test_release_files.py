@@ -35,6 +35,12 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in done.stdout.splitlines() if (REPOSITORY / name).is_file()}
 
 
+def test_nothing_that_git_ignores_is_in_it() -> None:
+    """Such as what mypy leaves where it was killed."""
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout == ""
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout, without what was built in it."""

@@ -104,6 +104,14 @@ def test_options_reach_the_worker_config() -> None:
     assert (config.custom_jinja_template, config.enable_kv_routing, config.event_plane) == ("/t.jinja", False, "zmq")
 
 
+@pytest.mark.parametrize("flag", ["--dyn-tool-call-parser", "--dyn-reasoning-parser"])
+def test_a_parser_that_the_frontend_lacks(flag: str) -> None:
+    """The frontend itself says nothing."""
+    arguments = parse_arguments(["--model-path", "/m", flag, "qwen33"], {})
+    with pytest.raises(ConfigurationError, match=rf"^{flag} must be one of .*\bmistral\b.*, got 'qwen33'$"):
+        runtime.worker_config(arguments)
+
+
 def test_response_plane() -> None:
     arguments = parse_arguments(["--model-path", "/m", "--response-plane", "quic"], {})
     if DYNAMO < (1, 6):

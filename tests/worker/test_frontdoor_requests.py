@@ -546,6 +546,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+def test_the_table_names_the_parts_that_are_taken() -> None:
+    def is_taken(kind: str) -> bool:
+        part = {"type": kind, "text": "a"} if kind == "text" else {"type": kind, kind: {"url": "data:,"}}
+        try:
+            sent(CHAT, messages=[{"role": "user", "content": [part]}])
+        except Refused:
+            return False
+        return True
+
+    (row,) = [each.why for each in TABLES[CHAT].values() if each.name == "messages"]
+    for kind in ("text", "image_url", "input_audio", "video_url", "file", "refusal"):
+        assert is_taken(kind) is bool(re.search(rf"\b{kind}\b", row)), kind
+
+
 def test_pictures_go_on_as_they_are() -> None:
     content = [PICTURE, {"type": "text", "text": "a"}]
     messages = [{"role": "user", "content": content}]

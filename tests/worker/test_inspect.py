@@ -470,6 +470,7 @@ def test_the_default_model_is_as_the_launch_scripts_serve_it(tmp_path: Path, mon
 
 CASES: list[tuple[list[str], str]] = [
     ([], "give either --prompt, or --receipt with --prompt-file"),
+    (["--promt", "x"], "unrecognized arguments: --promt x"),
     (["--prompt", "x", "--receipt", "y"], "give either --prompt, or --receipt with --prompt-file"),
     (["--receipt", "y"], "--receipt and --prompt-file go together"),
     (["--receipt", "y", "--prompt-file", "z", "--seed=3"], "--seed: a receipt has its own"),

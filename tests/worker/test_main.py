@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,8 +66,10 @@ def test_models_that_are_none(tmp_path: Path) -> None:
 
     with pytest.raises(StartupError, match=r"no such directory$"):
         check()
-    with pytest.raises(StartupError, match=r"--model-path tiny: no such directory; launch/agg\.sh makes that model"):
-        check_model(parse_arguments(["--model-path", "tiny"], {}))
+    for name, script in (("tiny", "MODEL_PATH=tiny launch/agg.sh"), ("default", "launch/agg.sh without MODEL_PATH")):
+        problem = f"--model-path {name}: no such directory; {script} makes that model"
+        with pytest.raises(StartupError, match=re.escape(problem)):
+            check_model(parse_arguments(["--model-path", name], {}))
     (tmp_path / "m").mkdir()
     with pytest.raises(StartupError, match=r"no config\.json"):
         check()

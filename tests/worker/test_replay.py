@@ -455,8 +455,9 @@ async def test_bad_command_lines(receipt: dict[str, Any], files: Files, capsys: 
         assert "a text has half of a surrogate pair" in capsys.readouterr().err
     assert await files.replay(receipt, PROMPT, "--max-num-seqs", "0") == 2
     assert "--max-num-seqs must be an integer of at least 1" in capsys.readouterr().err
-    assert main(["replay"]) == 2
-    assert "the first argument must be the receipt's file" in capsys.readouterr().err
+    for early in ([], ["--prompt-file", "x", str(files.receipt)], ["--model-path", "y", str(files.receipt)]):
+        assert main(["replay", *early]) == 2
+        assert "the first argument must be the receipt's file" in capsys.readouterr().err
     assert main(["replay", str(files.receipt.with_name("none")), "--prompt-file", "x", "--model-path", "y"]) == 2
     assert "none: No such file or directory" in capsys.readouterr().err
     deep = files.receipt.with_name("deep.json")

@@ -50,11 +50,13 @@ class Option:
         default = "" if self.default in (None, ()) else f" Default: {self.default}."
         return f"{self.help}{choices}{default} [{self.env}]"
 
-    def add_to(self, parser: argparse.ArgumentParser, action: str) -> None:
-        """Let ``parser`` read the flag as text; that of a switch may stand alone."""
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Let ``parser`` read the flag as a list of texts, one each time that it is given; that of
+        a switch may stand alone.
+        """
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(self.default, bool) else {}
         text = self.description.replace("%", "%%")
-        parser.add_argument(self.flag, dest=self.name, action=action, metavar="VALUE", help=text, **switch)
+        parser.add_argument(self.flag, dest=self.name, action="append", metavar="VALUE", help=text, **switch)
 
     def read(self, text: str, source: str) -> Any:
         """The value of ``text``, which came from ``source``. Raises `ConfigurationError`."""

@@ -128,7 +128,7 @@ def _parser(options: Sequence[Option], rows: Sequence[Row]) -> StrictParser:
     )
     parser.add_argument("--version", action="version", version=f"dynamo-logits-worker {__version__}")
     for option in options:
-        option.add_to(parser, "append")
+        option.add_to(parser)
     for row in rows:
         spellings = [each for each in row.spellings if each not in _FLAGS]
         if spellings:

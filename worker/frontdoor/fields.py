@@ -90,7 +90,8 @@ _PROMPT_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "honoured",
         "The prompt, by the chat template. An assistant's message without content, as calls come back, has an empty "
-        f"text. Parts other than text: {_TEXT_ONLY}.",
+        "text. Parts are of type text or, in a message of the user, image_url, where the engine takes pictures "
+        "(docs/vllm.md, docs/tensorrt-llm.md); others are refused.",
         field_checks.messages,
     ),
     _row(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -295,16 +295,19 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
         allow_abbrev=False,
     )
     for one in OPTIONS:
-        one.add_to(parser, "store")
-    parser.add_argument("workers", nargs="*", help=argparse.SUPPRESS)
-    given = vars(parser.parse_args(argv))
+        one.add_to(parser)
+    own, workers = _divided(sys.argv[1:] if argv is None else argv)
+    given = vars(parser.parse_args(own))
     values = from_environment(OPTIONS, ENVIRONMENT_PREFIX, environ)
     for one in OPTIONS:
-        if given[one.name] is not None:
-            values[one.name] = one.read(given[one.name], one.flag)
+        texts = given[one.name] or []
+        if len(texts) > 1:
+            raise ConfigurationError(f"{one.flag} is given {len(texts)} times")
+        if texts:
+            values[one.name] = one.read(texts[0], one.flag)
     if not values.get("upstream"):
         raise ConfigurationError("--upstream is required")
-    options = Options(**_of_workers(given["workers"], environ) | values)
+    options = Options(**_of_workers(workers, environ) | values)
     if not options.engines and (options.upstream_token_file or options.upstream_ca_file):
         raise ConfigurationError("--upstream-token-file and --upstream-ca-file are for an --upstream of grpc://")
     if bool(options.engine_url) != bool(options.engine_key_file):
@@ -317,6 +320,13 @@ def parse_options(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             "find what this one stores"
         )
     return options
+
+
+def _divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before and behind the first ``--``."""
+    arguments = list(argv)
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
 
 
 _WORKERS = (

@@ -104,6 +104,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page instead of tables")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also write the tables as a picture")
     options, rest = parser.parse_known_args(argv)
+    parse_arguments(["--model-path", options.model, *rest])  # a misspelt flag is named first of all
     _refuse_contradictions(options, argv)
     return options, rest
 

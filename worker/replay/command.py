@@ -63,7 +63,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     way.add_argument("--answer-file", type=Path, help=told)
     way.add_argument("--position", type=int, help="show what each processor did there; absolute, as in receipts")
     if not argv or argv[0].startswith("-"):
-        parser.parse_args([*argv[:1], "--prompt-file", ""])  # --help
+        if {"-h", "--help"}.intersection(argv):
+            parser.parse_args(["--help"])
         raise ConfigurationError("the first argument must be the receipt's file")
     options, rest = parser.parse_known_args(argv[1:])
     options.receipt = Path(argv[0])

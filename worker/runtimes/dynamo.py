@@ -41,8 +41,10 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
     """The SDK's settings. Fields that only one version has are set where they exist.
 
     Raises:
-        ConfigurationError: an argument needs a field that the installed version lacks.
+        ConfigurationError: an argument needs a field that the installed version lacks, or names a
+            parser that it lacks.
     """
+    from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
     from dynamo.common.backend.worker import WorkerConfig
     from dynamo.common.constants import DisaggregationMode
     from dynamo.llm import ModelInput
@@ -50,6 +52,8 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
     known = {field.name for field in dataclasses.fields(WorkerConfig)}
     if "response_plane" not in known and arguments.response_plane != "tcp":
         raise ConfigurationError(f"--response-plane {arguments.response_plane} needs a newer ai-dynamo")
+    _check_parser("--dyn-tool-call-parser", arguments.dyn_tool_call_parser, get_tool_parser_names())
+    _check_parser("--dyn-reasoning-parser", arguments.dyn_reasoning_parser, get_reasoning_parser_names())
     return WorkerConfig.from_runtime_config(
         arguments,
         model_name=arguments.model_path,
@@ -60,6 +64,14 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
         # The front door parses calls itself, and says none so that the frontend does not.
         exclude_tools_when_tool_choice_none=False,
     )
+
+
+def _check_parser(flag: str, name: str | None, known: Sequence[str]) -> None:
+    """Raises `ConfigurationError` unless the frontend has the parser of that name, or none is asked
+    for.
+    """
+    if name is not None and name not in known:
+        raise ConfigurationError(f"{flag} must be one of {', '.join(sorted(known))}, got {name!r}")
 
 
 def engine_config(info: EngineInfo, arguments: Arguments) -> EngineConfig:

@@ -338,6 +338,14 @@ def test_the_command_looks_for_no_model_elsewhere(tmp_path, capsys) -> None:
     assert capsys.readouterr().err == "detect: --tokenizer owner/model: no such directory\n"
 
 
+def test_the_command_names_a_directory_without_tokenizer(tmp_path, capsys) -> None:
+    (tmp_path / "text").write_text("a b")
+    (tmp_path / "key").write_text(KEY.hex())
+    assert run_command(tmp_path / "text", "--key-file", tmp_path / "key", "--tokenizer", tmp_path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"detect: --tokenizer {tmp_path}: ")
+
+
 def test_the_command_needs_its_files(tmp_path, capsys) -> None:
     assert run_command(tmp_path / "none", "--key-file", tmp_path / "key") == 2
     assert "No such file" in capsys.readouterr().err
