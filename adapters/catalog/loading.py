@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from adapters import lean_torch, torch_at_use
-from adapters.catalog.entry import Entry
+from adapters.catalog.entry import BUILT_IN, Entry
 from adapters.catalog.selection import NAME
-from adapters.contract import Processor, ShapingProcessor, SteeringProcessor
+from adapters.contract import Processor, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.interrupts import is_interrupt
 from adapters.third_party import wrap_third_party
 
 GROUP = "logits_processors"
@@ -62,7 +64,7 @@ def _third_party(name: str, target: str, source: str) -> Entry:
         return Entry(name, loaded, source)
     try:
         return Entry(name, wrap_third_party(loaded, name), source)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the processor boundary: third-party code
         raise CatalogError(f"{source}: {error}") from error
 
 
@@ -85,7 +87,9 @@ def load_class(target: str, source: str) -> type:
             loaded = getattr(loaded, part)
     except (ImportError, AttributeError) as error:
         raise CatalogError(f"{source}: {error}") from error
-    except Exception as error:  # the processor boundary: third-party code
+    except BaseException as error:  # the processor boundary: third-party code, which may exit
+        if is_interrupt(error):
+            raise
         raise CatalogError(f"{source}: raised {type(error).__name__} when it was imported: {error}") from error
     if not isinstance(loaded, type):
         raise CatalogError(f"{source}: {attribute} is not a class")
@@ -104,7 +108,23 @@ def check_entry(entry: Entry) -> None:
         raise CatalogError(f"{entry.source}: {processor.__name__} lacks {', '.join(missing)}")
     if processor.name != entry.name:
         raise CatalogError(f"{entry.source}: {processor.__name__} names itself {processor.name}, not {entry.name}")
+    for name, kind in _DECLARED.items():
+        value = getattr(processor, name)
+        if not isinstance(value, kind):
+            where = f"{entry.source}: {processor.__name__}.{name}"
+            raise CatalogError(f"{where} must be of type {kind.__name__}, got {value!r:.60}")
+    if not issubclass(processor.Args, ProcessorArgs):
+        raise CatalogError(f"{entry.source}: {processor.__name__}.Args must be a subclass of ProcessorArgs")
     if "scope" in processor.Args.model_fields:
         raise CatalogError(
             f"{entry.source}: scope is an argument of every processor, {processor.__name__} redefines it"
         )
+    if entry.source != BUILT_IN:
+        try:
+            json.dumps(entry.as_json(), allow_nan=False)
+        except Exception as error:  # of pydantic, or of types of the third party
+            raise CatalogError(f"{entry.source}: the arguments have no JSON Schema: {error}") from error
+
+
+_DECLARED = {"version": int, "stage": Stage, "reads": Reads, "scopes": tuple, "Args": type}
+"""Types of class attributes."""

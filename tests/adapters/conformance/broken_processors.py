@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
+from transformers import LogitsProcessor
 
 from adapters.contract import (
     ALWAYS,
@@ -460,6 +461,66 @@ class NeedsAKey(Steering):
     def __init__(self, args: Any, context: Context) -> None:
         if args.key != "open sesame 12345678":
             raise ArgumentError("key", "is not the key")
+
+
+class ExitsOnce(Steering):
+    """Ends the process with status 0 for one value of its argument."""
+
+    name = "exits_once"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        super().__init__(args, context)
+        if args.n == 50:
+            raise SystemExit(0)
+
+
+class Exits(ExitsOnce):
+    """Ends the process with status 0 for every value."""
+
+    name = "exits"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        raise SystemExit(0)
+
+
+class ExitsInAStep(Steering):
+    """Ends the process with status 0 where a check asks for its edit."""
+
+    name = "exits_in_a_step"
+
+    def edit(self) -> Edit | None:
+        raise SystemExit(0)
+
+
+class YieldsItself(Steering):
+    """In order; its parts come one by one."""
+
+    name = "yields_itself"
+
+    @classmethod
+    def build(cls, args: Any, context: Context) -> Any:
+        yield cls(args, context)
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [1.0])
+
+
+class LearntBias(LogitsProcessor):
+    """In order: adds what a network makes of the scores, whose parameters have gradients."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores * self.weight.mean()
+
+
+class LearntBiasInPlace(LearntBias):
+    """The same, in place."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores *= self.weight.mean()
+        return scores
 
 
 class ZooBoost:
