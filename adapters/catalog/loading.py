@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+import torch
+
 from adapters import lean_torch, torch_at_use
 from adapters.catalog.entry import BUILT_IN, Entry
 from adapters.catalog.selection import NAME
@@ -81,6 +83,7 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
     torch_at_use.complete()
     lean_torch.complete()  # third-party code may use all of torch
+    dtype = torch.get_default_dtype()
     try:
         loaded: object = importlib.import_module(module)
         for part in attribute.split("."):
@@ -91,6 +94,11 @@ def load_class(target: str, source: str) -> type:
         if is_interrupt(error):
             raise
         raise CatalogError(f"{source}: raised {type(error).__name__} when it was imported: {error}") from error
+    if torch.get_default_dtype() != dtype:
+        torch.set_default_dtype(dtype)
+        raise CatalogError(
+            f"{source}: changed torch's default data type when it was imported, which all requests share"
+        )
     if not isinstance(loaded, type):
         raise CatalogError(f"{source}: {attribute} is not a class")
     return loaded

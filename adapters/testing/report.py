@@ -11,6 +11,7 @@ import torch
 from adapters.contract import Context
 from adapters.interrupts import is_interrupt
 from adapters.testing.registry import CHECKS, Check
+from adapters.testing.settings import kept_settings
 from adapters.testing.subject import CheckFailed, Subject
 
 
@@ -82,7 +83,7 @@ def run_check(subject: Subject, check: Check) -> str | None:
         CheckFailed: the processor does not pass; anything that it raised is the cause.
     """
     try:
-        with torch.no_grad():  # as in engines
+        with kept_settings(), torch.no_grad():  # as in engines
             return check.run(subject)
     except CheckFailed as failure:
         raise CheckFailed(f"{check.name}: {failure}. A processor that passes: {check.meaning}") from failure.__cause__

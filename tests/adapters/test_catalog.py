@@ -267,6 +267,15 @@ def test_a_module_that_exits_on_import_is_the_operators_error(
         Catalog.load(options=["x=exits_on_import:X"])
 
 
+def test_a_module_that_changes_torch_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import torch\ntorch.set_default_dtype(torch.float64)\nfrom third_party import Half\n"
+    (tmp_path / "changes_torch.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CatalogError, match="changes_torch:Half: changed torch's default data type"):
+        Catalog.load(options=["half=changes_torch:Half"])
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_a_third_party_class_that_resists_wrapping_is_the_operators_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,6 +396,15 @@ class TossesGlobalCoins(Steering):
         return Ban.of([40]) if random.random() < 0.5 else None
 
 
+class ChangesTorch(Shaping):
+    """Lets all tensors of the process that are made from now on be float64."""
+
+    name = "changes_torch"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
 class DoesNotPickle(Steering):
     """Keeps a function that cannot be found again."""
 
@@ -521,6 +530,13 @@ class LearntBiasInPlace(LearntBias):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         scores *= self.weight.mean()
         return scores
+
+
+class Unsigned(dict[str, int]):
+    """Of a class of C, whose constructor tells no parameters."""
+
+    def __call__(self, input_ids: list[int], logits: Any) -> None:
+        logits[40] += 1.0
 
 
 class ZooBoost:

@@ -245,7 +245,7 @@ def test_parts_that_come_one_by_one_are_checked() -> None:
         (["no_such_module:X"], "no_such_module"),
         (["broken_processors:NoSuchClass"], "NoSuchClass"),
         (["builtins:int"], "int"),
-        (["transformers:LogitsProcessorList"], "no signature found"),
+        (["broken_processors:Unsigned"], "no signature found"),
         (["broken_processors:Steering", "--only", "no_such_check"], "unknown check no_such_check; known are declares"),
     ],
 )
