@@ -36,7 +36,7 @@ def run_check_command(arguments: argparse.Namespace) -> int:
     processor = load_class(arguments.target, "check")
     try:
         report = check_processor(processor, arguments.example, only=arguments.only)
-    except (TypeError, ModuleNotFoundError) as error:
+    except (TypeError, ValueError, ModuleNotFoundError) as error:
         raise CatalogError(f"check {arguments.target}: {error}") from error
     write(str(report))
     return 0 if report.passed else 1

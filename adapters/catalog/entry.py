@@ -12,7 +12,16 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from adapters.catalog.selection import Requested, SelectionError, shown
-from adapters.contract import ArgumentError, Context, Processor, ProcessorArgs, ShapingProcessor, Unsatisfiable
+from adapters.contract import (
+    ArgumentError,
+    Context,
+    Processor,
+    ProcessorArgs,
+    ShapingProcessor,
+    SteeringProcessor,
+    Unsatisfiable,
+)
+from adapters.interrupts import is_interrupt
 from adapters.processors.grammar import GrammarProcessor
 
 BUILT_IN = "built-in"
@@ -118,7 +127,7 @@ class Entry:
         args = self.parse_args(requested)
         with _refusals(requested):
             built = list(self.processor.build(args, context))
-        if not all(isinstance(one, Processor) for one in built):
+        if not all(isinstance(one, SteeringProcessor | ShapingProcessor) for one in built):
             problem = f"the logits processor {requested.name} is built of what is none"
             raise BuildFailed(requested.path, problem, requested.name)
         return built
@@ -154,7 +163,7 @@ def _refusals(requested: Requested) -> Iterator[None]:
 
 def _raised(requested: Requested, error: BaseException, when: str) -> BuildFailed:
     """The failure of a processor that raised; an interrupt, which is not its own, is raised."""
-    if isinstance(error, KeyboardInterrupt):
+    if is_interrupt(error):
         raise error
     problem = f"the logits processor {requested.name} raised {type(error).__name__} when {when}"
     return BuildFailed(requested.path, problem, requested.name)

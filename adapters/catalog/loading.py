@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+import torch
+
 from adapters import lean_torch, torch_at_use
-from adapters.catalog.entry import Entry
+from adapters.catalog.entry import BUILT_IN, Entry
 from adapters.catalog.selection import NAME
-from adapters.contract import Processor, ShapingProcessor, SteeringProcessor
+from adapters.contract import Processor, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.interrupts import is_interrupt
 from adapters.third_party import wrap_third_party
 
 GROUP = "logits_processors"
@@ -62,7 +66,7 @@ def _third_party(name: str, target: str, source: str) -> Entry:
         return Entry(name, loaded, source)
     try:
         return Entry(name, wrap_third_party(loaded, name), source)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the processor boundary: third-party code
         raise CatalogError(f"{source}: {error}") from error
 
 
@@ -79,14 +83,22 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
     torch_at_use.complete()
     lean_torch.complete()  # third-party code may use all of torch
+    dtype = torch.get_default_dtype()
     try:
         loaded: object = importlib.import_module(module)
         for part in attribute.split("."):
             loaded = getattr(loaded, part)
     except (ImportError, AttributeError) as error:
         raise CatalogError(f"{source}: {error}") from error
-    except Exception as error:  # the processor boundary: third-party code
+    except BaseException as error:  # the processor boundary: third-party code, which may exit
+        if is_interrupt(error):
+            raise
         raise CatalogError(f"{source}: raised {type(error).__name__} when it was imported: {error}") from error
+    if torch.get_default_dtype() != dtype:
+        torch.set_default_dtype(dtype)
+        raise CatalogError(
+            f"{source}: changed torch's default data type when it was imported, which all requests share"
+        )
     if not isinstance(loaded, type):
         raise CatalogError(f"{source}: {attribute} is not a class")
     return loaded
@@ -104,7 +116,23 @@ def check_entry(entry: Entry) -> None:
         raise CatalogError(f"{entry.source}: {processor.__name__} lacks {', '.join(missing)}")
     if processor.name != entry.name:
         raise CatalogError(f"{entry.source}: {processor.__name__} names itself {processor.name}, not {entry.name}")
+    for name, kind in _DECLARED.items():
+        value = getattr(processor, name)
+        if not isinstance(value, kind):
+            where = f"{entry.source}: {processor.__name__}.{name}"
+            raise CatalogError(f"{where} must be of type {kind.__name__}, got {value!r:.60}")
+    if not issubclass(processor.Args, ProcessorArgs):
+        raise CatalogError(f"{entry.source}: {processor.__name__}.Args must be a subclass of ProcessorArgs")
     if "scope" in processor.Args.model_fields:
         raise CatalogError(
             f"{entry.source}: scope is an argument of every processor, {processor.__name__} redefines it"
         )
+    if entry.source != BUILT_IN:
+        try:
+            json.dumps(entry.as_json(), allow_nan=False)
+        except Exception as error:  # of pydantic, or of types of the third party
+            raise CatalogError(f"{entry.source}: the arguments have no JSON Schema: {error}") from error
+
+
+_DECLARED = {"version": int, "stage": Stage, "reads": Reads, "scopes": tuple, "Args": type}
+"""Types of class attributes."""

@@ -28,6 +28,7 @@ from adapters.contract import (
     Stage,
     apply_allows,
     apply_sparse,
+    check_in_place,
 )
 from adapters.devices import upload_ids
 
@@ -151,7 +152,8 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor, never_ids: Sequence[in
             out before the temperature, and before a draw, as in `apply_late`.
 
     Returns:
-        True if the row must be checked: masks or shaping processors may have left NaN, or no token.
+        True if the row must be checked: masks, shaping processors or a third party's edits may have
+        left NaN, or no token.
 
     Raises:
         ProcessorFailed: as `ProcessorChain.plan`, or a processor failed on the logits.
@@ -182,7 +184,7 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor, never_id
         raise failure
     if row.dtype != torch.float32:
         row.copy_(work[0])
-    return chain.has_shaping or plan.masks
+    return chain.is_checked or plan.masks
 
 
 Sample: TypeAlias = "Callable[[ProcessorChain, torch.Tensor], int]"
@@ -318,7 +320,8 @@ def _shape_group(
     processors = [member.processor for _, _, member in group if isinstance(member.processor, ShapingProcessor)]
     rows = [row for row, _, _ in group]
     index = upload_ids(rows, logits.device)
-    values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is unchanged
+    with torch.inference_mode(False), torch.no_grad():  # a tensor that threads of a processor's may edit, too
+        values = logits.index_select(0, index)  # a copy: if one of them raises, the batch is unchanged
     is_empty = values.amax(-1, keepdim=True) == -torch.inf
     if logits.device.type == "cpu" or not _is_batched(kind):
         empty = [one for one, is_so in zip(group, is_empty[:, 0].tolist(), strict=True) if is_so]
@@ -332,7 +335,8 @@ def _shape_group(
         values.masked_fill_(is_empty, 0.0)
     began = thread_time()
     try:
-        kind.shape_rows(processors, values)
+        result: object = kind.shape_rows(processors, values)
+        check_in_place(result, values, values)
         if not _is_batched(kind) or group[0][2].is_third_party:
             _check_form(logits, values, len(rows))
             for (row, chain, member), shaped in zip(group, values, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from time import thread_time
 from typing import Literal
@@ -15,6 +16,7 @@ from adapters.chain.thinking_scope import ThinkingScope
 from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
 from adapters.contract.companion import CompanionProcessor
+from adapters.interrupts import is_interrupt
 
 DEFAULT_STEP_BUDGET_S = 0.1
 """CPU time of its thread that a third-party processor may take for one step, seconds."""
@@ -47,6 +49,8 @@ class ProcessorChain:
         receipt: Record of what each processor did.
         failures: Recorder of the chain's failures.
         has_shaping: True if a member maps the whole row, so that the result must be checked.
+        is_checked: True if the result must be checked for one of these reasons: `has_shaping`, or
+            edits of a third party, whose numbers may be too large.
         shapes_late: True if a member acts at the temperature stage or later, or an order of them is
             given: the request's own truncation then joins the chain.
         observes_logits: True if some state can only be rebuilt by replaying on logits
@@ -104,6 +108,7 @@ class ProcessorChain:
         self.receipt.records = [member.record for member in self.members]
         processors = [member.processor for member in self.members]
         self.has_shaping = any(isinstance(processor, ShapingProcessor) for processor in processors)
+        self.is_checked = self.has_shaping or any(member.is_third_party for member in self.members)
         self.shapes_late = bool(self.order) or any(processor.stage >= Stage.TEMPERATURE for processor in processors)
         self.observes_logits = any(processor.observes_logits for processor in processors)
         reads = any(processor.reads is not Reads.NOTHING for processor in processors)
@@ -361,9 +366,9 @@ class ProcessorChain:
                 try:
                     member.processor.catch_up()
                     found = member.processor.foresee(limit)
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:  # the processor boundary: the next plan shows what is wrong
+                except BaseException as error:  # the processor boundary: the next plan shows what is wrong
+                    if is_interrupt(error):
+                        raise
                     return ()
                 if found:
                     return found
@@ -429,6 +434,17 @@ class ProcessorChain:
         mine, theirs = self._history.backtracking, other._history.backtracking
         if mine is not None and theirs is not None:
             mine.copy_ruled_out(theirs)
+
+    def unpicklable(self) -> str:
+        """Name of the first processor that cannot be pickled; that of the chain if each can."""
+        for member in self.members:
+            try:
+                pickle.dumps(member.processor)
+            except BaseException as error:  # of any class: third parties' processors
+                if is_interrupt(error):
+                    raise
+                return member.name
+        return "the chain"
 
     @property
     def failure(self) -> ProcessorFailed | None:

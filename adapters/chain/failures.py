@@ -8,6 +8,7 @@ from contextlib import suppress
 from adapters.chain.members import Member
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.contract import MalformedEdit, StateLost, Unsatisfiable
+from adapters.interrupts import is_interrupt
 
 
 class ProcessorFailed(Exception):
@@ -73,7 +74,7 @@ class Failures:
         Code of third parties may also exit, or panic in Rust, which ends its request alone. Only an
         interrupt is not the processor's, and is raised.
         """
-        if isinstance(error, KeyboardInterrupt):
+        if is_interrupt(error):
             raise error
         if isinstance(error, ProcessorFailed):
             return self.fail(error.processor, error.reason, error.message)
@@ -99,6 +100,16 @@ class Failures:
         """
         names = ", ".join(self._planned.names(kinds, before)) or "model"
         return self.fail(names, "unsatisfiable", f"no token is left at position {len(self._tokens)}")
+
+    def unusable(self, reason: str, problem: str) -> ProcessorFailed:
+        """Record that the row planned last cannot be sampled after its edits; all are named.
+
+        Args:
+            reason: ``nan``, ``infinite`` or ``empty``.
+            problem: The same in words.
+        """
+        names = ", ".join(self._planned.names(("masked", "shaped", "biased"))) or "model"
+        return self.fail(names, reason, f"{problem} at position {len(self._tokens)}")
 
     def check(self, plan: RowPlan) -> None:
         """Raise `ProcessorFailed` if a mask forbids the forced id, or masks leave no token."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from adapters.contract import Processor, Scope, ThinkingTracker
+from adapters.interrupts import is_interrupt
 
 NUM_KEPT_TAGS = 8
 """Completed tags into which a processor whose state is made of logits can be rewound."""
@@ -56,9 +59,9 @@ class ScopedView:
         derived = self.processor._derived
         try:
             kept = copy.deepcopy(self.processor, {id(derived): derived})
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # the processor boundary: it is lost if it is ever rewound to here
+        except BaseException as error:  # the processor boundary: it is lost if it is ever rewound to here
+            if is_interrupt(error):
+                raise
             kept = None
         self.tag_copies.append(_TagCopy(len(self.counts) - 1, kept))
         for old in self.tag_copies[-NUM_KEPT_TAGS - 1 : -NUM_KEPT_TAGS]:
@@ -83,7 +86,16 @@ class ScopedView:
             if earlier is None:
                 processor.lose("the state inside a tag that was completed long ago is not kept any more")
                 return
-            processor.__dict__ = vars(earlier)
+            _become(processor, earlier)
         processor.rewind_lazily(prompt_length + kept)
         for token_id in generated[index - (since[0] - kept) : index]:
             processor.append(token_id)
+
+
+def _become(processor: Processor, earlier: Processor) -> None:
+    """Give a processor the state of a copy of it, those attributes too that are in slots."""
+    processor.__dict__ = vars(earlier)
+    for kind in type(processor).__mro__:
+        for slot in filter(inspect.ismemberdescriptor, vars(kind).values()):
+            with contextlib.suppress(AttributeError):  # not set
+                slot.__set__(processor, slot.__get__(earlier))

@@ -31,6 +31,7 @@ from adapters.contract.edits import (
     apply_allows,
     apply_sparse,
     check_edit,
+    check_in_place,
 )
 from adapters.contract.processor import (
     ALWAYS,
@@ -86,6 +87,7 @@ __all__ = [
     "apply_sparse",
     "bitmask_of",
     "check_edit",
+    "check_in_place",
     "count_allowed",
     "highest_values",
     "is_allowed",

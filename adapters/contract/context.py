@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +15,30 @@ class ProcessorArgs(BaseModel):
     """Base of every processor's arguments: strict JSON types, no unknown names, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        _check_strict(cls, cls.__qualname__)
+        for name, argument in cls.model_fields.items():
+            for part in _parts(argument.annotation):
+                _check_strict(part, f"{cls.__qualname__}.{name}: {getattr(part, '__name__', part)}")
+
+
+def _check_strict(kind: Any, where: str) -> None:
+    """Raise `TypeError` for a class that pydantic reads less strictly than `ProcessorArgs`."""
+    config = getattr(kind, "model_config", getattr(kind, "__pydantic_config__", None))
+    if config is not None and any(config.get(key) != ProcessorArgs.model_config.get(key) for key in _STRICT):
+        raise TypeError(f"{where} takes unknown names, other types or NaN; derive it from ProcessorArgs as it is")
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
+
+
+_STRICT = ("extra", "strict", "allow_inf_nan")
 
 
 class ArgumentError(ValueError):

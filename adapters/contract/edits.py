@@ -211,6 +211,10 @@ def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) ->
     values = edit.values if isinstance(edit, Bias) else edit.factors
     if values.dtype != torch.float32 or values.shape != ids.shape:
         raise MalformedEdit(f"{name} holds values {_described(values)}, expected float32 {list(ids.shape)}")
+    if not bool(values.isfinite().all()):
+        raise MalformedEdit(f"{name} holds a value that is not finite, which no mask is,")
+    if isinstance(edit, Scale) and not bool((values > 0).all()):
+        raise MalformedEdit("Scale holds a factor that is not above 0")
     if not soft:
         raise MalformedEdit(f"{name} comes at a stage where biases and scales are not applied")
     return edit
@@ -223,6 +227,29 @@ def _check_bitmask(edit: Allow, num_words: int) -> Allow:
         raise MalformedEdit(f"Allow holds a bitmask {_described(bitmask)} on {bitmask.device}, {expected}")
     missing = num_words - len(bitmask)
     return Allow(torch.nn.functional.pad(bitmask, (0, missing)) if missing else bitmask)  # it may write into it later
+
+
+def check_in_place(result: object, shown: torch.Tensor, row: torch.Tensor) -> None:
+    """Check that code which was shown a row has edited it in place, so that its edit is not lost.
+
+    Args:
+        result: Value that the code returned: None, or the row or a part of it.
+        shown: Tensor that it was given, a view of ``row``.
+        row: The row.
+
+    Raises:
+        MalformedEdit: it returned something else, or put other data in the place of the row's.
+    """
+    if (shown.data_ptr(), shown.dtype, shown.numel()) != (row.data_ptr(), row.dtype, row.numel()):
+        raise MalformedEdit("put other data in the place of the logits instead of editing them in place")
+    if result is None:
+        return
+    if not isinstance(result, torch.Tensor) or _storage(result) != _storage(row):
+        raise MalformedEdit(f"returned {type(result).__name__} instead of editing the logits in place")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _described(tensor: torch.Tensor) -> str:

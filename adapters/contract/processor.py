@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from adapters.contract.context import Context, ProcessorArgs
-from adapters.contract.edits import Edit
+from adapters.contract.edits import Edit, MalformedEdit, check_in_place
 from adapters.contract.scope import Scope
 from adapters.contract.stage import Reads, Stage
+from adapters.interrupts import is_interrupt
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ ALWAYS = sys.maxsize
 
 _RENAMED = {"retract": "rewind_state", "taken_back": "rewinds_to", "taken_back_at_end": "rewinds_to_at_end"}
 """Methods that authors write by their former names, which would silently not be called."""
+
+_CALLED_BY_CHAINS = ("start", "accept", "append", "rewind", "rewind_lazily", "lose")
+"""Methods by which a processor follows the history, and whose names authors may want for theirs."""
 
 
 class StateLost(RuntimeError):
@@ -94,6 +98,11 @@ class Processor(ABC):
         for old, new in _RENAMED.items():
             if hasattr(cls, old):
                 raise TypeError(f"{cls.__name__}.{old}: this method is called {new}")
+        for name in _CALLED_BY_CHAINS:
+            if getattr(cls, name) is not getattr(Processor, name):
+                raise TypeError(
+                    f"{cls.__name__}.{name}: chains call this method of the base class, name yours otherwise"
+                )
 
     def __init__(self, args: Any, context: Context) -> None:
         """Authors take their own ``Args`` and the context, and keep ids and tensors only.
@@ -239,9 +248,9 @@ class Processor(ABC):
         if self._consumed > position:
             try:
                 undone = self.rewind_state(self._tokens[position : self._consumed])
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # the processor boundary: the replay at the next step shows whether it is broken
+            except BaseException as error:  # the processor boundary: the replay at the next step shows what is broken
+                if is_interrupt(error):
+                    raise
                 undone = False
             self._consumed = position if undone else -1
             if self.observes_logits and not undone and position > self._prompt_length:
@@ -258,16 +267,27 @@ class Processor(ABC):
 
         Raises:
             StateLost: see `lose`.
+            MalformedEdit: it changes an attribute of the base class.
         """
         if self._lost is not None:
             raise StateLost(self._lost)
+        tokens, end = self._tokens, len(self._tokens)
         if self._consumed < 0:
             self.reset()
+            if self._consumed >= 0:
+                raise _taken("_consumed")
             self._consumed = self._prompt_length
-        tokens, index = self._tokens, self._consumed
-        while index < len(tokens):
+        for index in range(self._consumed, end):
             self.advance(tokens[index], index - self._prompt_length)
-            index = self._consumed = index + 1
+            if self._consumed != index:
+                raise _taken("_consumed")
+            self._consumed = index + 1
+        if self._tokens is not tokens or len(tokens) != end:
+            raise _taken("_tokens")
+
+
+def _taken(name: str) -> MalformedEdit:
+    return MalformedEdit(f"changes {name}, which is an attribute of the base class,")
 
 
 def state_methods(kind: type[Processor]) -> list[str]:
@@ -281,7 +301,8 @@ class SteeringProcessor(Processor):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "same_until" not in vars(cls):
+        own = vars(cls).get("same_until", SteeringProcessor.same_until)
+        if own is SteeringProcessor.same_until:  # of a dataclass with slots this is called twice
             setattr(cls, "same_until", SteeringProcessor.same_until)  # noqa: B010  # mypy takes it for an override
         elif names := state_methods(cls):
             raise TypeError(
@@ -371,6 +392,10 @@ class ShapingProcessor(Processor):
         """Edit ``logits`` (float32 ``[R, V]``) in place, row i by ``processors[i]``, independently.
 
         Override it where the class can be batched.
+
+        Raises:
+            MalformedEdit: one of them returned a row, or replaced it.
         """
-        for processor, row in zip(processors, logits, strict=True):
-            processor.shape(row)
+        for index, (processor, row) in enumerate(zip(processors, logits, strict=True)):
+            result: object = processor.shape(row)
+            check_in_place(result, row, logits[index])

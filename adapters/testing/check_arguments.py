@@ -19,6 +19,7 @@ from adapters.contract import (
     SteeringProcessor,
     Unsatisfiable,
 )
+from adapters.interrupts import is_interrupt
 from adapters.testing.generation import each, junk, valid
 from adapters.testing.registry import check
 from adapters.testing.schemas import mutants, unbounded
@@ -102,7 +103,9 @@ def _take(subject: Subject, given: Mapping[str, Any], what: str) -> bool:
             subject.processor.build(way(given), subject.context)
         except _REFUSALS:
             continue
-        except Exception as error:
+        except BaseException as error:  # the processor boundary: it may exit
+            if is_interrupt(error):
+                raise
             text = f"{type(error).__name__}: {error}"
             shown = f"{dict(given)!r:.200}"
             raise CheckFailed(f"{what}: raised {text:.200}; raise ArgumentError(name, problem) ({shown})") from error

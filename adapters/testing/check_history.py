@@ -26,6 +26,7 @@ from adapters.testing.reference_runs import (
     step,
 )
 from adapters.testing.registry import check
+from adapters.testing.settings import torch_settings
 from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
 
@@ -187,9 +188,13 @@ def choices(subject: Subject) -> None:
                 pair[1].accept(token_id, pair[1].position)
 
 
-@check("determinism", "the same arguments, history and logits give the same bits; no global random generator is used")
+@check(
+    "determinism",
+    "the same arguments, history and logits give the same bits; no global generator or setting is used or changed",
+)
 def determinism(subject: Subject) -> None:
     """See `CHECKS`."""
+    settings = torch_settings()
     runs = reference_runs(subject)
     with _own_generators():
         for run in runs:
@@ -200,6 +205,9 @@ def determinism(subject: Subject) -> None:
             again = run_reference(subject, run.case, run.seed)
             if _generators() != before:
                 raise CheckFailed(f"uses a global random generator; use adapters.contract.random_numbers ({run})")
+            for name, value in torch_settings().items():
+                if value != settings[name]:
+                    raise CheckFailed(f"changed torch's {name}, which all requests share, to {value} ({run})")
             for index, outcome in enumerate(again.outcomes[: len(run.outcomes)]):
                 expect(outcome, run, index, "run again")
 

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from adapters.contract import Context
+from adapters.interrupts import is_interrupt
 from adapters.testing.registry import CHECKS, Check
+from adapters.testing.settings import kept_settings
 from adapters.testing.subject import CheckFailed, Subject
 
 
@@ -79,10 +83,13 @@ def run_check(subject: Subject, check: Check) -> str | None:
         CheckFailed: the processor does not pass; anything that it raised is the cause.
     """
     try:
-        return check.run(subject)
+        with kept_settings(), torch.no_grad():  # as in engines
+            return check.run(subject)
     except CheckFailed as failure:
         raise CheckFailed(f"{check.name}: {failure}. A processor that passes: {check.meaning}") from failure.__cause__
-    except Exception as error:  # the processor boundary: the code under test
+    except BaseException as error:  # the processor boundary: the code under test, which may exit
+        if is_interrupt(error):
+            raise
         text = f"{type(error).__name__}: {error}"
         raise CheckFailed(f"{check.name}: raised {text}. A processor that passes: {check.meaning}") from error
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from adapters.chain import ProcessorChain
 from adapters.contract import ArgumentError, CompanionProcessor, Context, Processor, ProcessorArgs, Scope, Unsatisfiable
+from adapters.interrupts import is_interrupt
 from adapters.testing.generation import each, valid
 from adapters.testing.kit_model import kit_context, second_row
 from adapters.testing.schemas import Schema
@@ -128,7 +129,7 @@ class Subject:
         Raises:
             ValidationError, ArgumentError, Unsatisfiable: the arguments are refused.
         """
-        return self.processor.build(self.parse(arguments), self.context)
+        return list(self.processor.build(self.parse(arguments), self.context))
 
     def chain(self, case: Case, *others: Processor, tokens: list[int] | None = None) -> ProcessorChain:
         """A fresh chain with the processor alone, or with ``others`` after it; not started.
@@ -155,7 +156,9 @@ class Subject:
             self.build(arguments)
         except (ValidationError, ArgumentError, Unsatisfiable) as error:
             return str(error)
-        except Exception as error:  # the processor boundary: the check of arguments reports it
+        except BaseException as error:  # the processor boundary: the check of arguments reports it
+            if is_interrupt(error):
+                raise
             return f"raised {type(error).__name__}: {error}"
         return None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -51,6 +53,9 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
         TypeError: ``fixed`` names an unknown parameter, or a required parameter cannot be set.
     """
     parameters, hints = constructor_parameters(target), _hints(target)
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise TypeError(f"{target.__name__} takes {parameter.name} by position only, and arguments have names")
     unknown = set(fixed) - set(parameters)
     if unknown:
         raise TypeError(f"{target.__name__} has no parameter {', '.join(sorted(unknown))}")
@@ -65,7 +70,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
             if kind is not None:
                 fields[name] = (kind | None, Field(default=None, description=f"{description} The end tokens, if null."))
         elif kind is not None and not name.startswith("_"):
-            fields[name] = (kind, Field(default=... if needed else parameter.default, description=description))
+            fields[name] = (kind, Field(**_default_of(parameter), description=description))
         elif needed:
             message = f"{target.__name__} needs {name}, which is not JSON data"
             raise TypeError(f"{message}; fix its value, requests cannot give it")
@@ -97,11 +102,27 @@ def from_context(target: type, context: Context, given: Collection[str]) -> dict
     return known
 
 
-def _hints(target: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(target.__init__)  # type: ignore[misc]
-    except (NameError, TypeError):  # names that exist for type checkers only
+def _default_of(parameter: inspect.Parameter) -> dict[str, Any]:
+    """Arguments of pydantic's ``Field``; a default that is no JSON is kept out of the schema."""
+    default = parameter.default
+    if default is inspect.Parameter.empty:
         return {}
+    try:
+        json.dumps(default, allow_nan=False)
+    except (TypeError, ValueError):  # minus infinity, as of transformers' processors that truncate
+        return {"default_factory": lambda: default}
+    return {"default": default}
+
+
+def _hints(target: type) -> dict[str, Any]:
+    """The annotations that can be evaluated: some have names that exist for type checkers only."""
+    init: Any = inspect.unwrap(target.__init__)  # type: ignore[misc]
+    hints: dict[str, Any] = {}
+    for name, annotation in getattr(init, "__annotations__", {}).items():
+        one = types.SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(Exception):  # whatever an annotation raises
+            hints |= typing.get_type_hints(one, getattr(init, "__globals__", {}))
+    return hints
 
 
 def _json_type(annotation: Any) -> Any:
@@ -110,7 +131,7 @@ def _json_type(annotation: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _union(parts)
     if origin in (list, Sequence):
-        kind = _json_type(parts[0])
+        kind = _json_type(parts[0]) if parts else None
         return None if kind is None else _ANNOTATED[_LIST[kind], Field(max_length=MAX_LIST)]
     return _SCALARS.get(annotation) if isinstance(annotation, type) else None
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract import ProcessorArgs, Reads, ShapingProcessor, Stage, check_in_place
 from adapters.third_party.copies import copied
 from adapters.third_party.protocols import name_of
 
@@ -24,34 +24,15 @@ NUM_KEPT_STATES = 32
 
 
 class ThirdPartyShaping(ShapingProcessor):
-    """Base of third-party processors: shows them one list of ids that grows and shrinks in place.
-
-    A copy at every step would cost O(history). The list belongs to this processor alone: if it
-    keeps the list, it sees it grow; if it writes to it, no other processor is affected.
-    """
+    """Base of third-party processors."""
 
     reads = Reads.PROMPT_AND_GENERATED
     wraps_third_party = True
     Args = ProcessorArgs
 
-    def __init__(self) -> None:
-        self._ids: list[int] = []
-
-    def reset(self) -> None:
-        self._ids = list(self.prompt)
-
-    def advance(self, token_id: int, index: int) -> None:
-        self._ids.append(token_id)
-
-    def rewind_state(self, token_ids: Sequence[int]) -> bool:
-        del self._ids[len(self._ids) - len(token_ids) :]
-        return True
-
     def shown_ids(self) -> list[int]:
-        """The list; a new one if the processor has changed the length of the last one."""
-        if len(self._ids) != len(self._tokens):
-            self._ids = list(self._tokens)
-        return self._ids
+        """Prompt and answer in a new list, as engines call with: it may be kept, and written to."""
+        return list(self._tokens)
 
 
 class ThirdPartyProcessor(ThirdPartyShaping):
@@ -84,7 +65,6 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         stateful: bool = True,
         takes_device: bool = False,
     ) -> None:
-        super().__init__()
         self._make = make
         self._device = torch.device("cpu") if takes_device else None
         self._wrapped = _checked(self._fresh(), stateful)
@@ -100,6 +80,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         """Call ``wrapped`` once on ``row`` (float32 ``[V]``) and leave the result there.
 
         Raises:
+            MalformedEdit: it returned what it was to edit in place.
             TypeError: it returned a value of the wrong type.
             ValueError: it returned another shape or dtype.
         """
@@ -108,14 +89,13 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         return self._make() if self._device is None else self._make(device=self._device)
 
     def reset(self) -> None:
-        super().reset()
         self._wrapped = self._fresh()
         self._before.clear()
         self._forgotten = -1
 
     def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._drop_calls(self._consumed - self._prompt_length - len(token_ids))
-        return super().rewind_state(token_ids)
+        return True
 
     def _drop_calls(self, index: int) -> None:
         """Return to the state before the first call after ``index`` generated tokens or more."""
@@ -130,7 +110,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with the same factory; it shares the saved states, which are never called."""
         made = copy.copy(self)
-        made._ids, made._tokens = list(self._ids), list(self._tokens)
+        made._tokens = list(self._tokens)
         made._before = dict(self._before)
         made._wrapped = copied(self._wrapped)
         return made
@@ -141,10 +121,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
             self._wrapped = self._fresh()
         if self.observes_logits:
             self._keep(self.num_generated)
-        ids = self.shown_ids()
         self.call(self._wrapped, logits)
-        if len(ids) != len(self._tokens):
-            raise ValueError("the processor changed its list of input ids")
 
     def _keep(self, index: int) -> None:
         """Keep the state before the call at ``index``, or return to it in a repeated call."""
@@ -163,7 +140,8 @@ class DynamoProcessor(ThirdPartyProcessor):
     """Runs a Dynamo `BaseLogitsProcessor`: ``(input_ids, logits[V]) -> None``, in place."""
 
     def call(self, wrapped: Any, row: torch.Tensor) -> None:
-        _check_in_place(wrapped(self._ids, row), row)
+        shown = row.view(-1)
+        check_in_place(wrapped(self.shown_ids(), shown), shown, row)
 
 
 class ZooProcessor(ThirdPartyProcessor):
@@ -174,7 +152,8 @@ class ZooProcessor(ThirdPartyProcessor):
     """
 
     def call(self, wrapped: Any, row: torch.Tensor) -> None:
-        _check_in_place(wrapped(0, row.view(1, 1, -1), [self._ids], None, None), row)
+        shown = row.view(1, 1, -1)
+        check_in_place(wrapped(0, shown, [self.shown_ids()], None, None), shown, row)
 
 
 class HuggingFaceProcessor(ThirdPartyProcessor):
@@ -190,9 +169,8 @@ class HuggingFaceProcessor(ThirdPartyProcessor):
         return made
 
     def rewind_state(self, token_ids: Sequence[int]) -> bool:
-        super().rewind_state(token_ids)
-        self._id_tensor.rewind(len(self._ids))
-        return True
+        self._id_tensor.rewind(self._consumed - len(token_ids))
+        return super().rewind_state(token_ids)
 
     def reset(self) -> None:
         super().reset()
@@ -200,13 +178,13 @@ class HuggingFaceProcessor(ThirdPartyProcessor):
 
     def call(self, wrapped: Any, row: torch.Tensor) -> None:
         scores = row.unsqueeze(0)
-        result = wrapped(self._id_tensor.of(self._ids, row.device), scores)
+        result = wrapped(self._id_tensor.of(self._tokens, row.device), scores)
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"a Hugging Face logits processor returns scores, got {type(result).__name__}")
-        if result.shape != scores.shape or result.dtype != scores.dtype:
-            expected, got = _describe(scores), _describe(result)
+        if result.shape != (1, *row.shape) or result.dtype != row.dtype:
+            expected, got = _describe(row.unsqueeze(0)), _describe(result)
             raise ValueError(f"a Hugging Face logits processor returns scores {expected}, got {got}")
-        if result is not scores:
+        if result.data_ptr() != row.data_ptr():
             row.copy_(result[0])
 
 
@@ -243,12 +221,6 @@ def _checked(wrapped: Any, stateful: bool) -> Any:
         except Exception as error:  # the processor boundary: third-party code
             raise TypeError(f"{name_of(wrapped)} has a state that cannot be copied: {error}") from error
     return wrapped
-
-
-def _check_in_place(result: Any, row: torch.Tensor) -> None:
-    """Raise for a returned tensor, an edit that would be lost."""
-    if result is not None and not (isinstance(result, torch.Tensor) and result.data_ptr() == row.data_ptr()):
-        raise TypeError(f"the processor must edit the logits in place, it returned {type(result).__name__}")
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -56,6 +56,9 @@ def _call_parameters(target: Any) -> list[inspect.Parameter]:
         if called is None:
             raise TypeError(f"{name_of(target)} cannot be called")
         parameters = list(inspect.signature(called).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
+            raise TypeError(f"{name_of(target)} must be callable without the keyword {parameter.name}")
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter for parameter in parameters if parameter.kind in positional]
 

@@ -22,6 +22,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 
 from adapters.chain import PROBLEMS, ProcessorChain, ProcessorFailed, apply_plan, row_problem
+from adapters.contract import MalformedEdit, check_in_place
+from adapters.interrupts import is_interrupt
 
 
 @runtime_checkable
@@ -121,16 +123,26 @@ class TrtllmAdapter:
         """Pickle processors separately: one that cannot load must not kill the engine process."""
         ours = {name: self.__dict__[name] for name in _OURS if name in self.__dict__}
         rest = {name: value for name, value in self.__dict__.items() if name not in _OURS}
-        return {**ours, "_named": self.name, "_packed": pickle.dumps(rest)}
+        try:
+            packed = pickle.dumps(rest)
+        except BaseException as error:  # of any class: third-party code
+            if is_interrupt(error):
+                raise
+            raise pickle.PicklingError(f"{self._unpicklable()}: {type(error).__name__}: {error}") from error
+        return {**ours, "_named": self.name, "_packed": packed}
+
+    def _unpicklable(self) -> str:
+        """Name of the processor that cannot be pickled."""
+        return self.name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         packed = state.pop("_packed")
         self.__dict__.update(state)
         try:
             self.__dict__.update(pickle.loads(packed))
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # the callback boundary: third-party code, which may exit or panic
+            if is_interrupt(error):
+                raise
             self._unusable = f"cannot be loaded in the engine's process ({type(error).__name__})"
 
     @abstractmethod
@@ -217,12 +229,15 @@ class DynamoAdapter(TrtllmAdapter):
         return failure
 
     def _run(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
-        position = len(token_ids)
+        position, shown = len(token_ids), row.view(-1)
+        process: Callable[..., object] = self.processor
         try:
-            self.processor(token_ids, row)
-        except KeyboardInterrupt:
-            raise
+            check_in_place(process(list(token_ids), shown), shown, row)
+        except MalformedEdit as error:
+            return Failure(str(req_id), self.name, "raised", f"{error} at position {position}", position)
         except BaseException as error:  # the callback boundary: third-party code, which may exit or panic
+            if is_interrupt(error):
+                raise
             message = f"raised {type(error).__name__} at position {position}"
             return Failure(str(req_id), self.name, "raised", message, position)
         problem = row_problem(row)
@@ -279,6 +294,9 @@ class ChainAdapter(TrtllmAdapter):
     def name(self) -> str:
         return "chain"
 
+    def _unpicklable(self) -> str:
+        return self.chain.unpicklable()
+
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
         chain, row, before = self.chain, None, None
         try:
@@ -288,7 +306,7 @@ class ChainAdapter(TrtllmAdapter):
                 row = logits[0, 0]
                 keep = self.end_id is None or self.fails_open  # no forced end token will overwrite it
                 shown = self.num_logprobs is not None
-                empties = keep and bool(plan.bans or plan.allows)
+                empties = keep and bool(plan.bans or plan.allows or chain.is_checked)
                 before = row.clone() if chain.has_shaping or empties or shown else None
                 if apply_plan(chain, plan, row):
                     self._check(row)

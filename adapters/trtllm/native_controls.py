@@ -17,6 +17,7 @@ from adapters.contract import (
     ShapingProcessor,
     Stage,
     SteeringProcessor,
+    check_in_place,
 )
 from adapters.third_party import ThirdPartyShaping
 from adapters.trtllm.adapter import Failure
@@ -71,9 +72,7 @@ class ThirdPartyCallable(ThirdPartyShaping):
     """A TensorRT-LLM callable: ``(req_id, [1, 1, V], [ids], None, None)``, in place.
 
     It is called once per sampled token, and reports failures through an attribute ``failure``, if
-    it has one. The list of ids is the same object at every call, grown by the new tokens, where
-    TensorRT-LLM makes a new one each time: a callable must copy what it keeps. If it has changed
-    the list's length, the next call gets a new list.
+    it has one. The list of ids is a new one at each call, as from TensorRT-LLM.
 
     Args:
         processor: The callable.
@@ -84,13 +83,14 @@ class ThirdPartyCallable(ThirdPartyShaping):
     stage = Stage.SOFT
 
     def __init__(self, processor: Callable[..., None], request_number: int) -> None:
-        super().__init__()
         self.name = _name_of(processor)  # type: ignore[misc]  # each instance is named after its own callable
         self._processor = processor
         self._request_number = request_number
 
     def shape(self, logits: torch.Tensor) -> None:
-        self._processor(self._request_number, logits.view(1, 1, -1), [self.shown_ids()], None, None)
+        shown = logits.view(1, 1, -1)
+        result: object = self._processor(self._request_number, shown, [self.shown_ids()], None, None)
+        check_in_place(result, shown, logits)
         failure = getattr(self._processor, "failure", None)
         if isinstance(failure, Failure):
             raise ProcessorFailed(failure.processor, failure.reason, failure.message)

@@ -26,6 +26,7 @@ from adapters.chain import (
 )
 from adapters.contract import highest_values, mask_rows
 from adapters.devices import upload_ids
+from adapters.interrupts import is_interrupt
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS, Failure
 from adapters.vllm.requests import Asked, Params, chain_of, read
@@ -94,7 +95,9 @@ class Row:
         if self.chain is None:
             try:
                 chain = self._built.result()
-            except Exception as error:  # admission has built it once; a third party's code may differ
+            except BaseException as error:  # admission has built it once; a third party's code may differ, or exit
+                if is_interrupt(error):
+                    raise
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
             if chain.tokens != list(prompt):  # a worker's own stands there, unless pictures became tokens
@@ -328,7 +331,7 @@ def _force(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Proces
 def _unusable(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, ProcessorFailed]:
     """The rows of which nothing can be sampled any more."""
     checked = [
-        (index, chain) for index, chain, plan in planned if plan.force is None and (chain.has_shaping or plan.masks)
+        (index, chain) for index, chain, plan in planned if plan.force is None and (chain.is_checked or plan.masks)
     ]
     if not checked:
         return {}
@@ -337,5 +340,5 @@ def _unusable(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, Pro
     for (index, chain), value in zip(checked, highest, strict=True):
         problem = "nan" if value != value else {torch.inf: "infinite", -torch.inf: "empty"}.get(value)
         if problem is not None:
-            found[index] = chain.fail("chain", problem, f"{PROBLEMS[problem]} at position {chain.position}")
+            found[index] = chain.failures.unusable(problem, PROBLEMS[problem])
     return found

@@ -3,15 +3,18 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import third_party
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError, create_model
 
 from adapters.catalog import (
     NAME,
@@ -28,7 +31,7 @@ from adapters.catalog import (
     selection_schema,
 )
 from adapters.chain import apply_chain
-from adapters.contract import Context, ShapingProcessor, SteeringProcessor
+from adapters.contract import Context, ProcessorArgs, ShapingProcessor, SteeringProcessor
 from adapters.processors import BUILTINS
 from adapters.vocabulary import Vocabulary
 
@@ -228,6 +231,13 @@ def test_third_party_class_is_wrapped_and_runs(catalog: Catalog) -> None:
         ("top_k=third_party:Half", "the name top_k is taken"),
         ("no_stage=third_party:NoStage", "NoStage lacks stage"),
         ("scoped=third_party:Scoped", "scope"),
+        ("stage_of_int=third_party:StageOfInt", "StageOfInt.stage must be of type Stage, got 4"),
+        ("version_of_text=third_party:VersionOfText", "VersionOfText.version must be of type int, got '1.0'"),
+        ("reads_text=third_party:ReadsText", "ReadsText.reads must be of type Reads, got 'generated'"),
+        ("scoped_by_text=third_party:ScopedByText", "ScopedByText.scopes must be of type tuple, got 'answer'"),
+        ("lenient_args=third_party:LenientArgs", "LenientArgs.Args must be a subclass of ProcessorArgs"),
+        ("boundless_default=third_party:BoundlessDefault", "the arguments have no JSON Schema: Out of range float"),
+        ("without_schema=third_party:WithoutSchema", "the arguments have no JSON Schema"),
         ("nothing=third_party:Nothing", "cannot be called"),
         ("steering=adapters.contract.processor:SteeringProcessor", "neither"),
     ],
@@ -244,6 +254,104 @@ def test_a_module_that_raises_on_import_is_the_operators_error(tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(CatalogError, match="raised ZeroDivisionError when it was imported: division by zero"):
         Catalog.load(options=["x=raises_on_import:X"])
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit(0)", "import sys; sys.exit()", "raise GeneratorExit"])
+def test_a_module_that_exits_on_import_is_the_operators_error(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process would end, with status 0."""
+    (tmp_path / "exits_on_import.py").write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CatalogError, match=r"exits_on_import:X: raised \w+Exit when it was imported"):
+        Catalog.load(options=["x=exits_on_import:X"])
+
+
+def test_a_module_that_changes_torch_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import torch\ntorch.set_default_dtype(torch.float64)\nfrom third_party import Half\n"
+    (tmp_path / "changes_torch.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CatalogError, match="changes_torch:Half: changed torch's default data type"):
+        Catalog.load(options=["half=changes_torch:Half"])
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_third_party_class_that_resists_wrapping_is_the_operators_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "resists.py").write_text(
+        "class Signature(type):\n"
+        "    @property\n"
+        "    def __signature__(cls): raise KeyError('no signature')\n"
+        "class X(metaclass=Signature):\n"
+        "    def __call__(self, input_ids, logits): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CatalogError, match="resists:X: 'no signature'"):
+        Catalog.load(options=["x=resists:X"])
+
+
+def test_transformers_processors_are_published_as_json() -> None:
+    """Those that truncate have minus infinity for a default."""
+    catalog = Catalog.load(options=["hf/top_k=transformers:TopKLogitsWarper"])
+    published = json.loads(json.dumps(catalog.as_json(), allow_nan=False))["processors"][-1]
+    assert published["args"]["properties"]["filter_value"]["type"] == "number"
+    chain = catalog.build_chain(select({"name": "hf/top_k", "args": {"top_k": 2}}), CONTEXT)
+    chain.start([5])
+    row = torch.arange(50.0)
+    apply_chain(chain, row)
+    assert (row > -torch.inf).nonzero()[:, 0].tolist() == [48, 49]
+
+
+class Window(BaseModel):
+    """Lets unknown names pass, and texts for numbers."""
+
+    size: int = 1
+
+
+@pydantic.dataclasses.dataclass
+class LooseWindow:
+    """The same, as a dataclass of pydantic's."""
+
+    size: int = 1
+
+
+class StrictWindow(ProcessorArgs):
+    """A part of arguments."""
+
+    size: int = 1
+
+
+@dataclass
+class PlainWindow:
+    """A dataclass, which pydantic reads as strictly as what it is a part of."""
+
+    size: int = 1
+
+
+@pytest.mark.parametrize("part", [Window, list[Window], dict[str, Window | None], LooseWindow])
+def test_arguments_with_lenient_parts_are_refused(part: Any) -> None:
+    with pytest.raises(TypeError, match=r"^Args\.window: \w*Window takes unknown names, other types or NaN"):
+        create_model("Args", __base__=ProcessorArgs, window=(part, ...))
+
+
+@pytest.mark.parametrize("loose", [{"extra": "ignore"}, {"strict": False}, {"allow_inf_nan": True}])
+def test_arguments_that_are_lenient_are_refused(loose: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"Args takes unknown names, other types or NaN"):
+        type("Args", (ProcessorArgs,), {"model_config": loose, "__module__": __name__})
+
+
+@pytest.mark.parametrize("part", [StrictWindow, list[StrictWindow], PlainWindow])
+def test_parts_of_arguments_are_strict(part: Any) -> None:
+    kind = create_model("Args", __base__=ProcessorArgs, window=(part, ...))
+    good: Any = {"size": 2}
+    for value, accepted in ((good, True), ({"size": "2"}, False), ({"size": 2, "sise": 3}, False)):
+        data = json.dumps({"window": [value] if part == list[StrictWindow] else value})
+        if accepted:
+            kind.model_validate_json(data)
+        else:
+            with pytest.raises(ValidationError):
+                kind.model_validate_json(data)
 
 
 def test_a_name_cannot_be_given_twice() -> None:

@@ -9,6 +9,8 @@ import itertools
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +171,105 @@ class Drifts(ShapingProcessor):
 def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new) -> None:
     with pytest.raises(TypeError, match=rf"^Older\.{old}: this method is called {new}$"):
         type("Older", (SteeringProcessor,), {old: lambda self, token_ids: False})
+
+
+@pytest.mark.parametrize("name", ["start", "accept", "append", "rewind", "rewind_lazily", "lose"])
+def test_a_class_with_a_helper_by_a_name_of_the_base_class_is_refused(name) -> None:
+    class Mixin:
+        pass
+
+    setattr(Mixin, name, lambda self: None)
+    for bases, own in (((SteeringProcessor,), {name: lambda self: None}), ((Mixin, SteeringProcessor), {})):
+        with pytest.raises(TypeError, match=rf"^Helped\.{name}: chains call this method of the base class"):
+            type("Helped", bases, own)
+
+
+class TakesTokens(SteeringProcessor):
+    """Keeps the answer in what it does not know for an attribute of the base class."""
+
+    name, stage, reads = "takes_tokens", Stage.MASK, Reads.GENERATED
+
+    def __init__(self) -> None:
+        """Nothing."""
+
+    def reset(self):
+        self._tokens = []
+
+    def advance(self, token_id, index):
+        self._tokens.append(token_id)
+
+    def edit(self):
+        return Ban.of(set(self._tokens))
+
+
+class TakesTokensOnce(TakesTokens):
+    """Makes its list when it is built."""
+
+    name = "takes_tokens_once"
+
+    def __init__(self) -> None:
+        self._tokens = []
+
+    def reset(self):
+        """Nothing."""
+
+
+class TakesCount(TakesTokens):
+    """Counts in what it does not know for an attribute of the base class."""
+
+    name = "takes_count"
+
+    def reset(self):
+        self._consumed = 0
+
+    def advance(self, token_id, index):
+        self._consumed += 1
+
+    def edit(self):
+        return Ban.of([4]) if self._consumed >= 3 else None
+
+
+class TakesCountLate(TakesCount):
+    """Begins to count with the first token."""
+
+    name = "takes_count_late"
+
+    def reset(self):
+        """Nothing."""
+
+
+@pytest.mark.parametrize("kind", [TakesTokens, TakesTokensOnce, TakesCount, TakesCountLate])
+def test_a_processor_that_takes_an_attribute_of_the_base_class_fails(kind) -> None:
+    made = ProcessorChain([kind()], CONTEXT)
+    with pytest.raises(ProcessorFailed, match=r"changes _\w+, which is an attribute of the base class, at position"):
+        made.start([1, 2], [3, 4, 5])
+
+
+@dataclass(slots=True)
+class Slotted(SteeringProcessor):
+    """A dataclass with slots, and with state."""
+
+    args: Any = None
+    context: Any = None
+    count: int = 0
+
+    name, stage, reads = "slotted", Stage.MASK, Reads.GENERATED
+
+    def reset(self):
+        self.count = 0
+
+    def advance(self, token_id, index):
+        self.count += 1
+
+    def edit(self):
+        return Ban.of([4]) if self.count >= 2 else None
+
+
+def test_a_dataclass_with_slots_is_a_processor() -> None:
+    made = pickle.loads(pickle.dumps(chain(Slotted(), generated=[5, 6])))
+    assert made.plan().bans[0].token_ids.tolist() == [4]
+    made.rewind(4)
+    assert made.plan().is_empty
 
 
 class Raises(SteeringProcessor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -180,6 +181,46 @@ def test_a_copy_that_exits_is_lost_and_nothing_else() -> None:
     chain.rewind(len(PROMPT) + len(THINK) + 3)
     with pytest.raises(ProcessorFailed, match="the state inside a tag"):
         follow(chain, [3])
+
+
+@dataclass(slots=True)
+class SlottedSums(ShapingProcessor):
+    """State of logits in slots."""
+
+    args: Any
+    context: Any
+    sums: list[float] = field(default_factory=list)
+
+    name = "slotted_sums"
+    stage = Stage.TEMPERATURE
+    observes_logits = True
+    Args = ProcessorArgs
+
+    def reset(self) -> None:
+        self.sums = [0.0]
+
+    def shape(self, logits: torch.Tensor) -> None:
+        del self.sums[self.num_generated + 1 :]
+        self.sums.append(self.sums[-1] + float(logits.softmax(-1)[3]))
+        logits[4] += self.sums[-1]
+
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("cut", range(len(TAGGED)))
+@pytest.mark.parametrize("scope", ["thinking", "answer"])
+def test_state_in_slots_is_brought_back_too(scope: Scope, cut: int) -> None:
+    def chain_of_it() -> ProcessorChain:
+        return ProcessorChain([SlottedSums(None, CONTEXT)], CONTEXT, scopes=[scope])
+
+    chain, again = chain_of_it(), chain_of_it()
+    chain.start(PROMPT)
+    follow(chain, TAGGED)
+    chain.rewind(len(PROMPT) + cut)
+    rows = [row_of(chain.tokens[: len(PROMPT) + count]) for count in range(cut)]
+    replay(again, PROMPT, TAGGED[:cut], torch.stack(rows) if rows else torch.empty(0, SIZE))
+    assert torch.equal(shaped(chain), shaped(again))
 
 
 class SumsLogits(ShapingProcessor):

@@ -5,6 +5,7 @@ it is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from adapters.contract import (
     Context,
     Edit,
     Force,
+    Processor,
     ProcessorArgs,
     Reads,
     Scale,
@@ -134,6 +136,10 @@ MALFORMED = {
     "a forced id above": (Force(V), Stage.FORCE, "forces 70"),
     "a forced id below": (Force(-1), Stage.FORCE, "forces -1"),
     "a forced tensor": (Force(torch.tensor(3)), Stage.FORCE, r"forces tensor\(3\)"),  # type: ignore[arg-type]
+    "NaN": (Bias.of([1, 2], [1.0, float("nan")]), Stage.BIAS, "Bias holds a value that is not finite"),
+    "a masking bias": (Bias.of([1], [-float("inf")]), Stage.SOFT, "Bias holds a value that is not finite"),
+    "an infinite factor": (Scale.of([1], [float("inf")]), Stage.SOFT, "Scale holds a value that is not finite"),
+    "a factor of 0": (Scale.of([1], [0.0]), Stage.SOFT, "Scale holds a factor that is not above 0"),
     "a bias among masks": (Bias.of([3], [1.0]), Stage.MASK, "not applied"),
     "a scale among temperatures": (Scale.of([3], [1.0]), Stage.TEMPERATURE, "not applied"),
 }
@@ -240,3 +246,47 @@ def test_an_error_without_a_text_of_its_own_is_named() -> None:
 def test_an_interrupt_is_not_the_processors() -> None:
     with pytest.raises(KeyboardInterrupt):
         step([Exits(KeyboardInterrupt(), Stage.MASK)])
+
+
+class Interrupts(Processor):
+    """Raises wherever it is called, as at Ctrl-C."""
+
+    name = "interrupts"
+    stage = Stage.MASK
+    reads = Reads.GENERATED
+    Args = ProcessorArgs
+
+    def rewind_state(self, token_ids: Sequence[int]) -> bool:
+        raise KeyboardInterrupt
+
+
+class InterruptsEdit(Interrupts, SteeringProcessor):
+    """In a step."""
+
+    def edit(self) -> Edit | None:
+        raise KeyboardInterrupt
+
+
+class InterruptsShape(Interrupts, ShapingProcessor):
+    """In a step, once there are logits."""
+
+    def shape(self, logits: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [InterruptsEdit, InterruptsShape])
+def test_beside_the_main_thread_it_is(kind: type[Processor]) -> None:
+    """Ctrl-C is raised in the main thread, and engines step in others."""
+    with ThreadPoolExecutor(1) as threads:
+        logits, failures = threads.submit(step, [Halves(Stage.SOFT)], [kind(None, CONTEXT)]).result()
+    assert failures.keys() == {1}
+    assert str(failures[1]) == "logits processor interrupts: raised KeyboardInterrupt at position 3"
+    assert torch.equal(logits[0], torch.full((V,), 0.5))
+
+
+def test_a_rewind_that_interrupts_beside_the_main_thread() -> None:
+    chain = ProcessorChain([InterruptsEdit(None, CONTEXT)], CONTEXT)
+    chain.start([1, 2], [3, 4])
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(chain.rewind, 3).result()
+    assert chain.tokens == [1, 2, 3]

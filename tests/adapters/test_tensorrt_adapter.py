@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from adapters import Failure, ForcedSequenceProcessor, TemperatureProcessor, create_trtllm_adapters
 from adapters.chain import ProcessorChain
-from adapters.contract import Context
+from adapters.contract import Context, ProcessorArgs, Reads, Scale, Stage, SteeringProcessor
 from adapters.processors.masks import BannedTokens
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.trtllm import ChainAdapter, Step
@@ -57,6 +58,49 @@ def test_edits_in_place_with_the_row_view_and_the_flat_history() -> None:
     assert seen == {"ids": [4, 5, 6], "shape": (VOCAB,)}
     assert batch[2, 5] == 10
     assert batch.sum() == 10
+
+
+def test_an_edit_of_the_ids_reaches_no_other_processor() -> None:
+    def sorts(input_ids, logits):
+        input_ids.sort()
+        input_ids.pop()
+
+    def adds_at_the_newest(input_ids, logits):
+        logits[input_ids[-1]] += 10
+
+    logits, ids = row(), [[9, 5, 4]]
+    for adapter in create_trtllm_adapters([sorts, adds_at_the_newest]):
+        call(adapter, logits, ids)
+    assert ids == [[9, 5, 4]]
+    assert torch.equal((logits - row()).nonzero(), torch.tensor([[0, 0, 4]]))
+
+
+class Overflows(SteeringProcessor):
+    """Divides by a number so small that the row becomes infinite."""
+
+    name = "overflows"
+    stage = Stage.PENALTY
+    reads = Reads.NOTHING
+    Args = ProcessorArgs
+
+    def edit(self):
+        return Scale.of([5, VOCAB - 1], [1.0, 1e-39])
+
+
+@pytest.mark.parametrize("end_id", [None, END])
+def test_edits_of_a_third_party_leave_no_infinite_row(end_id) -> None:
+    """TensorRT-LLM's sampler would fail every request with it."""
+    chain = ProcessorChain([Overflows(None, Context(Vocabulary(VOCAB)))], Context(Vocabulary(VOCAB)))
+    chain.start([1, 2])
+    (adapter,) = create_trtllm_adapters([chain], end_id=end_id)
+    logits = row()
+    call(adapter, logits)
+    assert adapter.failure is not None
+    assert (adapter.failure.processor, adapter.failure.reason) == ("overflows", "infinite")
+    if end_id is None:
+        assert torch.equal(logits, row())
+    else:
+        assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
 
 
 def test_several_adapters_share_the_view_in_order() -> None:
@@ -294,6 +338,27 @@ def test_an_interrupt_is_not_the_processors() -> None:
     (adapter,) = create_trtllm_adapters([interrupted], end_id=END)
     with pytest.raises(KeyboardInterrupt):
         call(adapter, row())
+    with ThreadPoolExecutor(1) as threads:  # Ctrl-C is raised in the main thread alone
+        threads.submit(call, adapter, row()).result()
+    assert str(adapter.failure) == "logits processor function: raised KeyboardInterrupt at position 2"
+
+
+class Local(BannedTokens):
+    name = "acme/local"
+
+    def __getstate__(self) -> object:
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("in_chain", [True, False])
+def test_a_processor_that_cannot_be_sent_is_named(in_chain) -> None:
+    context = Context(Vocabulary(VOCAB))
+    built = [kind(kind.Args(token_ids=[4]), context) for kind in (BannedTokens, Local)]
+    made = ProcessorChain(built, context) if in_chain else lambda input_ids, logits: None
+    (adapter,) = create_trtllm_adapters([made])
+    expected = "acme/local: SystemExit" if in_chain else r"function: \w+: .*pickle"
+    with pytest.raises(pickle.PicklingError, match=f"^{expected}"):
+        pickle.dumps(adapter)
 
 
 def test_a_processor_the_engine_process_cannot_load_fails_alone(monkeypatch) -> None:

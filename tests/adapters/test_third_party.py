@@ -5,8 +5,12 @@ and what is refused.
 from __future__ import annotations
 
 import functools
+import json
 import pickle
+import typing
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -309,9 +313,6 @@ def test_a_protocol_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        (lambda input_ids, logits: logits * 2, "TypeError"),
-        (lambda req_id, logits, ids, stream_ptr, client_id: logits * 2, "TypeError"),
-        (lambda input_ids, logits: input_ids.append(0), "ValueError"),
         (lambda input_ids, scores: None, "TypeError"),
         (lambda input_ids, scores: scores[0], "ValueError"),
         (lambda input_ids, scores: scores[:, 1:], "ValueError"),
@@ -340,6 +341,96 @@ def test_editing_in_place_and_returning_the_same_tensor_is_fine() -> None:
         out, failures = shape_all([chain_of(third_party_processor(target))], row)
         assert not failures
         assert torch.equal(out, row * 2)
+
+
+class SortsIds:
+    """Sorts the list that it is given, and looks at the highest and the lowest id."""
+
+    def __call__(self, input_ids: list[int], logits: torch.Tensor) -> None:
+        input_ids.sort()
+        logits[input_ids[-1] % V] += 2.0
+        logits[input_ids.pop(0) % V] -= 3.0
+
+
+class KeepsTheFirstIds:
+    """Keeps the first list that it is given, without a copy, and looks at its end."""
+
+    def __init__(self) -> None:
+        self.first: Sequence[int] | None = None
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        if self.first is None:
+            self.first = input_ids
+        logits[len(self.first)] += 3.0
+        logits[self.first[-1] % V] -= 2.0
+
+
+class ZooKeepsIds:
+    """The same in NVIDIA's shape."""
+
+    def __init__(self) -> None:
+        self.kept = KeepsTheFirstIds()
+
+    def __call__(self, req_id, logits, token_ids, stream_ptr, client_id) -> None:
+        self.kept(token_ids[0], logits[0, 0])
+
+
+@pytest.mark.parametrize("target", [SortsIds, KeepsTheFirstIds, ZooKeepsIds])
+@pytest.mark.parametrize("back", range(6))
+def test_ids_may_be_kept_and_written_to_as_where_they_come_from(target, back) -> None:
+    """Engines call with a new list for each token."""
+    rows, tokens, expected, bare = rows_of(6), [1, 2, 3], [], target()
+    for row in rows.clone():
+        shown: Any = (list(tokens), row)
+        bare(*((0, row.view(1, 1, V), [shown[0]], None, None) if target is ZooKeepsIds else shown))
+        expected.append(row)
+        tokens.append(int(row.argmax()))
+    chain = chain_of(third_party_processor(target))
+    assert equal(decode(chain, rows), expected)
+    chain.rewind(3 + back)
+    shape_all([chain], rows_of(1, seed=9))
+    assert equal(decode(chain, rows[back:]), expected[back:])
+    assert chain.tokens == tokens
+
+
+class EditsInAThread:
+    """Lets another thread edit the row."""
+
+    def __call__(self, input_ids: list[int], logits: torch.Tensor) -> None:
+        def edit() -> None:
+            logits.mul_(2)
+            logits.numpy()[0] = 7.0
+
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(edit).result()
+
+
+def test_another_thread_may_edit_the_row() -> None:
+    """Engines compute in inference mode, which is the mode of a thread, and marks its tensors."""
+    with torch.inference_mode():
+        rows = rows_of(3)
+        shaped = decode(chain_of(third_party_processor(EditsInAThread)), rows)
+    expected = rows * 2
+    expected[:, 0] = 7.0
+    assert equal(shaped, list(expected))
+
+
+def test_scores_whose_data_were_replaced_are_taken() -> None:
+    def replaces(input_ids, scores):
+        scores.data = scores * 2
+        return scores
+
+    def widens(input_ids, scores):
+        scores.data = scores.double()
+        return scores
+
+    row = rows_of(1)
+    out, failures = shape_all([chain_of(third_party_processor(replaces))], row)
+    assert not failures
+    assert torch.equal(out, row * 2)
+    out, failures = shape_all([chain_of(third_party_processor(widens))], row)
+    assert failures[0].message == "raised ValueError at position 3"
+    assert torch.equal(out, row)
 
 
 # State
@@ -563,6 +654,50 @@ def test_an_argument_that_nobody_can_give_is_refused() -> None:
     with pytest.raises(TypeError, match="Needs needs table, which is not JSON data"):
         wrap_third_party(Needs)
     assert not wrap_third_party(Needs, arguments={"table": {}}).Args.model_fields
+
+
+class ByPosition:
+    def __init__(self, penalty: float, /) -> None: ...
+
+    def __call__(self, input_ids, logits): ...
+
+
+class ByKeyword:
+    def __call__(self, input_ids, logits, *, temperature): ...
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        (ByPosition, "ByPosition takes penalty by position only"),
+        (ByKeyword, "ByKeyword must be callable without the keyword temperature"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_at_start(target, problem) -> None:
+    with pytest.raises(TypeError, match=problem):
+        wrap_third_party(target)
+
+
+def test_annotations_that_cannot_be_evaluated_hide_no_others() -> None:
+    class Mixed:
+        def __init__(self, tokenizer, boost, ids=(), mode=None) -> None: ...
+
+        def __call__(self, input_ids, logits): ...
+
+    hints = {"tokenizer": "OnlyForTypeCheckers", "boost": "float", "ids": typing.List, "mode": "1 / 0"}  # noqa: UP006
+    Mixed.__init__.__annotations__.update(hints)
+    assert list(wrap_third_party(Mixed).Args.model_fields) == ["boost"]
+
+
+def test_defaults_that_are_no_json_are_not_published() -> None:
+    kind = wrap_third_party(MinPLogitsWarper, "min_p_hf")
+    schema = json.dumps(kind.Args.model_json_schema(), allow_nan=False)
+    assert json.loads(schema)["properties"]["min_tokens_to_keep"]["default"] == 1
+    assert "default" not in json.loads(schema)["properties"]["filter_value"]
+    row, processor = rows_of(1)[0], build(kind, min_p=0.5)
+    ids: Any = torch.tensor([[1, 2, 3]])
+    expected = MinPLogitsWarper(0.5)(ids, row.clone().unsqueeze(0))[0]
+    assert equal(decode(chain_of(processor), [row]), [expected])
 
 
 def test_a_constructors_refusal_names_the_argument() -> None:

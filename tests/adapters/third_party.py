@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from adapters.contract import Bias, Context, Edit, ProcessorArgs, Reads, Scope, Stage, SteeringProcessor
 
@@ -88,6 +89,65 @@ class AnswerOnly(Loud):
 
     name = "answer_only"
     scopes: tuple[Scope, ...] = ("answer",)  # type: ignore[misc]
+
+
+class StageOfInt(Loud):
+    """Has a number for its stage."""
+
+    name = "stage_of_int"
+    stage = 4  # type: ignore[assignment]
+
+
+class VersionOfText(Loud):
+    """Has a text for its version."""
+
+    name = "version_of_text"
+    version = "1.0"  # type: ignore[assignment]
+
+
+class ReadsText(Loud):
+    """Has a text for what it reads."""
+
+    name = "reads_text"
+    reads = "generated"  # type: ignore[assignment]
+
+
+class ScopedByText(Loud):
+    """Has a text for its scopes."""
+
+    name = "scoped_by_text"
+    scopes = "answer"  # type: ignore[assignment]
+
+
+class Lenient(BaseModel):
+    """Arguments that let unknown names pass."""
+
+    token_id: int = 0
+
+
+class LenientArgs(Loud):
+    """Takes arguments by a model of pydantic's own."""
+
+    name = "lenient_args"
+    Args = Lenient  # type: ignore[assignment]
+
+
+class BoundlessDefault(Loud):
+    """Has a default that JSON cannot write."""
+
+    name = "boundless_default"
+
+    class Args(Loud.Args):
+        most: float = float("inf")
+
+
+class WithoutSchema(Loud):
+    """Has an argument that JSON Schema cannot describe."""
+
+    name = "without_schema"
+
+    class Args(Loud.Args):
+        call: Callable[[], int] | None = None
 
 
 class Half:

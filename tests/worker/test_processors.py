@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from adapters.catalog import Catalog, Policy, PolicyError, model_context
+from adapters.catalog import Catalog, Entry, Policy, PolicyError, model_context
 from adapters.chain import ProcessorFailed, ProcessorRecord, Receipt
 from adapters.contract import Context, is_allowed
+from adapters.processors.masks import BannedTokens
 from adapters.vocabulary import Vocabulary, thinking_tags
 from adapters.vocabulary.thinking_tags import KNOWN_TAGS
 from worker.engines import EngineRequest, TokenDelta
@@ -70,6 +71,23 @@ def names(chain: Any) -> list[str]:
 
 async def test_nothing_asked_is_no_chain(facts: Context) -> None:
     assert await build(make(facts), request("formatted_prompt")) is None
+
+
+class InterruptsWhenBuilt(BannedTokens):
+    """Raises as at Ctrl-C."""
+
+    name = "acme/interrupts"
+
+    def __init__(self, args: Any, context: Context) -> None:
+        raise KeyboardInterrupt
+
+
+async def test_a_processor_that_interrupts_is_refused(facts: Context) -> None:
+    """Raised in the event loop it would end the worker."""
+    entry = Entry("acme/interrupts", InterruptsWhenBuilt, "test")
+    chains = make(facts, catalog=Catalog([*Catalog.default().entries, entry]))
+    with pytest.raises(InvalidRequest, match="acme/interrupts raised KeyboardInterrupt when it was built"):
+        await build(chains, request(channel('{"name": "acme/interrupts", "args": {"token_ids": [3]}}')))
 
 
 async def test_a_request_may_forgo_speculation(facts: Context) -> None:

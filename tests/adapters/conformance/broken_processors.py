@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
+from transformers import LogitsProcessor
 
 from adapters.contract import (
     ALWAYS,
@@ -395,6 +396,15 @@ class TossesGlobalCoins(Steering):
         return Ban.of([40]) if random.random() < 0.5 else None
 
 
+class ChangesTorch(Shaping):
+    """Lets all tensors of the process that are made from now on be float64."""
+
+    name = "changes_torch"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
 class DoesNotPickle(Steering):
     """Keeps a function that cannot be found again."""
 
@@ -460,6 +470,73 @@ class NeedsAKey(Steering):
     def __init__(self, args: Any, context: Context) -> None:
         if args.key != "open sesame 12345678":
             raise ArgumentError("key", "is not the key")
+
+
+class ExitsOnce(Steering):
+    """Ends the process with status 0 for one value of its argument."""
+
+    name = "exits_once"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        super().__init__(args, context)
+        if args.n == 50:
+            raise SystemExit(0)
+
+
+class Exits(ExitsOnce):
+    """Ends the process with status 0 for every value."""
+
+    name = "exits"
+
+    def __init__(self, args: Amount, context: Context) -> None:
+        raise SystemExit(0)
+
+
+class ExitsInAStep(Steering):
+    """Ends the process with status 0 where a check asks for its edit."""
+
+    name = "exits_in_a_step"
+
+    def edit(self) -> Edit | None:
+        raise SystemExit(0)
+
+
+class YieldsItself(Steering):
+    """In order; its parts come one by one."""
+
+    name = "yields_itself"
+
+    @classmethod
+    def build(cls, args: Any, context: Context) -> Any:
+        yield cls(args, context)
+
+    def edit(self) -> Edit | None:
+        return Bias.of([40], [1.0])
+
+
+class LearntBias(LogitsProcessor):
+    """In order: adds what a network makes of the scores, whose parameters have gradients."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores * self.weight.mean()
+
+
+class LearntBiasInPlace(LearntBias):
+    """The same, in place."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores *= self.weight.mean()
+        return scores
+
+
+class Unsigned(dict[str, int]):
+    """Of a class of C, whose constructor tells no parameters."""
+
+    def __call__(self, input_ids: list[int], logits: Any) -> None:
+        logits[40] += 1.0
 
 
 class ZooBoost:

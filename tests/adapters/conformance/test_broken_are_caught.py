@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import broken_processors as broken
 import pytest
+import torch
 
 from adapters.contract import Processor
 from adapters.testing import check_processor
@@ -46,6 +47,13 @@ CAUGHT: dict[type[Processor], set[str]] = {
 def test_broken(processor: type[Processor]) -> None:
     report = check_processor(processor, only=CAUGHT[processor])
     assert {result.check.name for result in report.failures} == CAUGHT[processor], str(report)
+
+
+@pytest.mark.parametrize("only", [["determinism"], ["runs", "in_place", "determinism"]])
+def test_a_setting_of_torch_that_is_changed_is_caught_and_restored(only: list[str]) -> None:
+    (result,) = check_processor(broken.ChangesTorch, only=only).failures
+    assert "changed torch's default data type, which all requests share, to torch.float64" in str(result.failure)
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping, broken.Takes], ids=lambda each: each.name)

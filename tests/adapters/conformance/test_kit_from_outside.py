@@ -216,11 +216,36 @@ def test_command_reports_and_sets_the_status(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
+    ("name", "check", "problem"),
+    [
+        ("Exits", "arguments", "no arguments could be generated"),
+        ("ExitsOnce", "arguments", "raised SystemExit: 0; raise ArgumentError"),
+        ("ExitsInAStep", "edits", "raised SystemExit: 0. A processor that passes"),
+    ],
+)
+def test_command_outlives_a_processor_that_exits(
+    name: str, check: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status would be the processor's."""
+    assert main(["check", f"broken_processors:{name}", "--only", "bounds", "--only", check]) == 1
+    out = capsys.readouterr().out
+    assert problem in out
+    assert out.endswith("fails 1 of 2 checks\n")
+
+
+def test_parts_that_come_one_by_one_are_checked() -> None:
+    (result,) = check_processor(broken_processors.YieldsItself, [{}], only=["edits"]).results
+    assert result.failure is None
+    assert result.remark is not None
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["no_such_module:X"], "no_such_module"),
         (["broken_processors:NoSuchClass"], "NoSuchClass"),
         (["builtins:int"], "int"),
+        (["broken_processors:Unsigned"], "no signature found"),
         (["broken_processors:Steering", "--only", "no_such_check"], "unknown check no_such_check; known are declares"),
     ],
 )
@@ -248,9 +273,11 @@ def test_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
         ("transformers:RepetitionPenaltyLogitsProcessor", {"penalty": 1.2}),
         ("adapters.basic:TemperatureProcessor", {"temperature": 0.5}),
         ("broken_processors:ZooBoost", {"boost": 2.0}),
+        ("broken_processors:LearntBias", {}),
+        ("broken_processors:LearntBiasInPlace", {}),
     ],
 )
-def test_third_party_classes_conform(target: str, example: dict[str, float]) -> None:
+def test_third_party_classes_conform(target: str, example: dict[str, Any]) -> None:
     module, _, name = target.partition(":")
     report = check_processor(getattr(importlib.import_module(module), name), [example])
     assert report.passed, str(report)

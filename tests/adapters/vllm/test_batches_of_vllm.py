@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import sys
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vllm_stand_in import FirstRunner, Params, Request, SecondRunner, alone, ser
 
 import adapters.vllm.requests
 from adapters.catalog import SelectionError
-from adapters.chain import ProcessorChain
+from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.testing.kit_model import NUM_PADDING, kit_vocabulary
 from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ServedModel
@@ -193,12 +194,12 @@ def test_the_stand_ins_do_all_that_vllm_does(runner: type) -> None:
     assert min(happened.values()) > 5, happened
 
 
+@pytest.mark.parametrize("name", ["acme/raises", "acme/overflows"])
 @pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
-def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type) -> None:
+def test_a_failing_row_ends_and_its_neighbours_keep_theirs(runner: type, name: str) -> None:
     model = MODELS[runner]
     params = [
-        Params(temperature=0, ignore_eos=True, extra_args=selected({"name": name}))
-        for name in ("acme/raises", "acme/fatigue")
+        Params(temperature=0, ignore_eos=True, extra_args=selected({"name": each})) for each in (name, "acme/fatigue")
     ]
     requests = [Request(number, params[number % 2], [5, 6]) for number in range(4)]
     answers = [alone(each.number, apart(each.params), each.prompt, model) for each in requests]
@@ -324,6 +325,23 @@ def test_masks_that_leave_no_token_are_a_failure() -> None:
     editor.apply(torch.zeros(1, model.facts.vocab_size))
     (failure,) = REPORTS.take_failures()
     assert failure["reason"] == "empty"
+
+
+class ExitsWhenLoaded:
+    """Exits where it is unpickled, as a module does that is imported then."""
+
+    def __setstate__(self, state: object) -> None:
+        raise SystemExit(0)
+
+    def __getstate__(self) -> object:
+        return {"any": "state"}
+
+
+def test_a_chain_that_exits_when_it_is_loaded_fails_alone() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        row = Row(threads.submit(pickle.loads, pickle.dumps(ExitsWhenLoaded())), 1)
+    with pytest.raises(ProcessorFailed, match="cannot be built: raised SystemExit"):
+        row.chain_after([5, 6])
 
 
 def test_a_token_that_is_never_shown_ends_the_answer() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from adapters.catalog import Catalog, Entry, ModelPolicy
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain
-from adapters.contract import ShapingProcessor, Stage
+from adapters.contract import Edit, Processor, Scale, ShapingProcessor, Stage, SteeringProcessor
 from adapters.testing.kit_model import kit_context, kit_vocabulary
 from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ModelFacts, ServedModel
@@ -122,11 +122,23 @@ class Raises(ShapingProcessor):
             raise ArithmeticError
 
 
+class Overflows(SteeringProcessor):
+    """Divides by a number so small that rows become infinite, at the third token."""
+
+    name = "acme/overflows"
+    stage = Stage.PENALTY
+
+    def edit(self) -> Edit | None:
+        tokens = range(kit_vocabulary().num_tokens)
+        return Scale.of(tokens, [1e-39] * len(tokens)) if self.num_generated == 2 else None
+
+
 def served_model(*, penalises_first: bool, policy: ModelPolicy | None = None) -> ServedModel:
-    """The kit's model, with the built-ins and three third parties."""
+    """The kit's model, with the built-ins and four third parties."""
     vocabulary = kit_vocabulary()
     catalog = Catalog.load(options=["acme/fatigue=vllm_stand_in:Fatigue"])
-    catalog = Catalog([*catalog.entries, Entry("acme/raises", Raises, "test"), Entry("acme/fills", Fills, "test")])
+    own: list[type[Processor]] = [Raises, Fills, Overflows]
+    catalog = Catalog([*catalog.entries, *(Entry(kind.name, kind, "test") for kind in own)])
     facts = ModelFacts(
         vocabulary.path, vocabulary.size, vocabulary.eos_token_ids, "kit", penalises_first=penalises_first
     )

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.chain import ProcessorChain
-from adapters.contract import Context, bitmask_of
+from adapters.contract import Context, Edit, Reads, Scale, Stage, SteeringProcessor, bitmask_of
 from adapters.processors.truncation import TopK, TopP
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, TokenLogprob
 from worker.engines.embedded.admission import admit
-from worker.engines.embedded.plan import Edits, Plan
+from worker.engines.embedded.plan import Edits, Output, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams
 
@@ -361,19 +361,41 @@ def test_processors_get_the_whole_history_once_per_token(model: ScriptedModel) -
     assert calls == [(0, (1, 1, WIDTH), torch.float32, [history], None, None) for history in histories]
 
 
-def test_the_list_of_ids_that_a_callable_sees_is_one_that_grows(model: ScriptedModel) -> None:
+def test_a_list_of_ids_that_a_callable_keeps_stays_as_it_was(model: ScriptedModel) -> None:
     shown: list[list[int]] = []
-    lengths: list[int] = []
 
     def keep(req_id: int, logits: Any, token_ids: list[list[int]], stream: None, client: None) -> None:
         shown.append(token_ids[0])
-        lengths.append(len(token_ids[0]))
 
     prompt = list(range(3, 80))
     answer = run_alone(model, prompt, greedy(max_tokens=6, logits_processor=keep))
-    assert lengths == [len(prompt) + count for count in range(6)]
-    assert all(ids is shown[0] for ids in shown)
-    assert shown[0] == prompt + answer.token_ids[:5]
+    assert shown == [prompt + answer.token_ids[:count] for count in range(6)]
+
+
+class Overflows(SteeringProcessor):
+    """Divides by a number so small that the row becomes infinite, at the third token."""
+
+    name = "acme/overflows"
+    stage = Stage.PENALTY
+    reads = Reads.GENERATED
+
+    def edit(self) -> Edit | None:
+        return Scale.of(range(USABLE), [1e-39] * USABLE) if self.num_generated == 2 else None
+
+
+def test_a_processor_whose_edits_overflow_is_named(model: ScriptedModel) -> None:
+    asked = {name: request(model, name, PROMPT, greedy(max_tokens=4)) for name in ("alone", "overflows")}
+    asked["overflows"].chain = ProcessorChain([Overflows(None, CONTEXT)], CONTEXT)
+    asked["overflows"].chain.start(PROMPT)
+    driver, outputs = stepper(model), list[Output]()
+    for each in asked.values():
+        driver.add(each)
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    tokens = {name: [one.token_id for one in outputs if one.request_id == name] for name in asked}
+    assert tokens == {"alone": model.greedy(PROMPT, 4), "overflows": [*model.greedy(PROMPT, 2), None]}
+    (error,) = [one.error for one in outputs if one.error is not None]
+    assert error == "logits processor acme/overflows: left +inf in the logits at position 5"
 
 
 def test_writing_to_the_list_of_ids_misleads_nobody_else(model: ScriptedModel) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
+from adapters.interrupts import is_interrupt
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, other_members
@@ -176,20 +177,12 @@ def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) ->
     end_id = min(native.end_token_ids, default=min(eos_token_ids, default=0))
     try:
         packed = pickle.dumps(native.chain)
-    except Exception as error:  # of any class: third parties' processors
-        problem = f"{_unsendable(native.chain)} cannot be sent to vLLM's process: {type(error).__name__}: {error}"
+    except BaseException as error:  # of any class: third parties' processors
+        if is_interrupt(error):
+            raise
+        problem = f"{native.chain.unpicklable()} cannot be sent to vLLM's process: {type(error).__name__}: {error}"
         raise InvalidRequest("sampling_params.logits_processor", problem) from error
     return Shipped(packed, end_id, report)
-
-
-def _unsendable(chain: ProcessorChain) -> str:
-    """Name of the first processor that cannot be pickled."""
-    for member in chain.members:
-        try:
-            pickle.dumps(member.processor)
-        except Exception:  # of any class: third parties' processors
-            return member.name
-    return "the chain"
 
 
 def _is_vllms(temperature: float | None) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from adapters.chain import Planned, ProcessorChain, RowPlan
+from adapters.chain import PROBLEMS, Planned, ProcessorChain, RowPlan
 
 _UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
 _NOT_FINITE = "the row of logits holds NaN or +inf"
@@ -29,6 +29,9 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
             continue
         if value == -math.inf and row in chains:
             errors[row] = str(chains[row].failures.no_token_left())
+        elif row in chains and chains[row].is_checked:
+            reason = "nan" if math.isnan(value) else "infinite"
+            errors[row] = str(chains[row].failures.unusable(reason, PROBLEMS[reason]))
         else:
             errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
     return errors
