@@ -214,7 +214,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy the first `num_tokens` slots of page `source` to the same slots of page `target`."""
+    """Copy the first `num_tokens` slots of page `source` to the same slots of page `target`; that
+    may be the page itself, whose other slots are empty from then on.
+    """
 
     source: int
     target: int
