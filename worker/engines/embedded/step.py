@@ -106,6 +106,14 @@ class Stepper:
         else:
             self.connector.receive(request, kv)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch, those at the gate and those that wait for their KV
+        among them. May be read by any thread.
+        """
+        others = 0 if self.connector is None else self.connector.num_waiting
+        return len(self.scheduler.queues.waiting) + len(self.gate or ()) + others
+
     def check(self, request: Request, where: str = "") -> None:
         """Check that a request can ever run here; see `check_room`. Any thread."""
         check_room(request, self.scheduler.queues.max_num_seqs, self.scheduler.cache, where)
@@ -256,7 +264,7 @@ class Stepper:
         return self._leave(plan, outputs)
 
     def recover(self) -> list[Output]:
-        """Go on after an exception in `step`, which has not computed, or copied, all KV that it was to.
+        """Go on after an exception in `step`: not all KV that it was to compute, or copy, is there.
 
         Returns:
             Outputs of that step, of tokens that its requests have.
