@@ -178,6 +178,7 @@ class DecodeSide:
         self.abandoned.free_ended()
         while self._ready and queues.has_slot(self._ready[0]):
             self._transfers.resume(self._ready.popleft())
+        self._transfers.num_kept_rows = len(self._ready[0].sequences) if self._ready else 0
 
     def close(self) -> None:
         """Drop all requests that do not run yet."""
