@@ -36,7 +36,7 @@ from worker.engines.embedded import Engine, Plan
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.offline.request_builder import HONOURED
 from worker.engines.embedded.offline.results import Result
-from worker.engines.embedded.plan import Edits, Samples
+from worker.engines.embedded.plan import Edits, Output, Samples
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.scored_rows import SCORED_AT_ONCE
 from worker.errors import InvalidRequest, StartupError
@@ -938,8 +938,8 @@ def test_an_aborted_prompt_is_no_result_of_an_interrupted_step() -> None:
     engine.step()
     verify = stepper._verify
 
-    def interrupted(*arguments: Any) -> list[int]:
-        verify(*arguments)
+    def interrupted(plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
+        verify(plan, logits, outputs)
         raise KeyboardInterrupt
 
     stepper._verify = interrupted  # type: ignore[method-assign]
