@@ -15,6 +15,8 @@ from worker.sampling import SamplingParams
 WIDTH = 96
 UNWRITTEN = -1
 END = 5
+FIRST = 1
+"""What stands before the KV of the first token: another number is another model."""
 
 
 def mix(before: int, token: int) -> int:
@@ -29,9 +31,9 @@ def next_token(kv: int) -> int:
     return 3 + kv % (WIDTH - 3)
 
 
-def answer(prompt: Sequence[int], count: int) -> list[int]:
+def answer(prompt: Sequence[int], count: int, first: int = FIRST) -> list[int]:
     """What an answer of `count` tokens at most is, computed without a store; `END` ends it."""
-    kv = 1
+    kv = first
     for token in prompt:
         kv = mix(kv, token)
     tokens: list[int] = []
@@ -61,7 +63,9 @@ class RecallModel:
         self.context_length = context_length
         self.size = 0
         self.store: list[list[int]] = []
+        self.first = FIRST
         self.num_computed = 0
+        self.computed: list[int] = []  # KV of the newest step's tokens
         self.logits = torch.empty(0, WIDTH)
 
     def allocate_kv(self, num_pages: int, page_size: int) -> None:
@@ -81,10 +85,11 @@ class RecallModel:
                 page, slot = one.pages[position // self.size], position % self.size
                 assert (page, slot) not in written, f"{one.id}: position {position} is another row's too"
                 written.add((page, slot))
-                before = self._read(one, position - 1) if position else 1
+                before = self._read(one, position - 1) if position else self.first
                 self.store[page][slot] = mix(before, tokens[position])
         read = [self._check_reads(one, tokens)[start:] for one, start, tokens in spans]
         self.num_computed += len(written)
+        self.computed = [kv for part in read for kv in part]
         num_decoded = len(plan.decode)
         last = {id(one): kv[-1] for (one, _, _), kv in zip(spans[num_decoded:], read[num_decoded:], strict=True)}
         rows = [kv for decoded in read[:num_decoded] for kv in decoded]
@@ -111,7 +116,7 @@ class RecallModel:
 
     def _check_reads(self, one: Request, tokens: Sequence[int]) -> list[int]:
         """The KV of each position, which must be that of `tokens`."""
-        found = [1]
+        found = [self.first]
         for position, token in enumerate(tokens):
             found.append(mix(found[-1], token))
             assert self._read(one, position) == found[-1], f"{one.id} was given wrong KV at position {position}"

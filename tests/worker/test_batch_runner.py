@@ -393,6 +393,33 @@ async def test_a_model_may_be_away_while_others_are_served(tmp_path: Path) -> No
         assert (await ended(at, await begun(at, jsonl([line("a")])))).status == "completed"
 
 
+async def test_lines_of_a_model_that_is_away_hold_no_others_up(tmp_path: Path) -> None:
+    """An adapter that was unloaded, say: more of its lines wait than are under way at a time."""
+    served, asked = {"m", "away"}, Counter[str]()
+
+    async def models() -> frozenset[str]:
+        return frozenset(served)
+
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        model = json.loads(body)["model"]
+        asked[model] += 1
+        if not asked["m"]:
+            served.discard("away")
+        return await echo(owner, url, body, request_id) if model in served else (404, b"{}")
+
+    lines = [line(f"away{n}", model="away") for n in range(20)] + [line(f"m{n}") for n in range(9)]
+    async with service(tmp_path, ask, models=models) as at:
+        batch = await begun(at, jsonl(lines))
+        async with asyncio.timeout(5):
+            while (await at.batch(OWNER, batch.id)).completed < 9:
+                await asyncio.sleep(0.001)
+        served.add("away")
+        done = await ended(at, batch)
+        assert (done.status, done.completed) == ("completed", 29)
+        assert len(await results_of(at, done)) == 29
+    assert asked["m"] == 9
+
+
 async def test_a_model_that_stays_away_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "AWAY_S", 0.05)
     async with service(tmp_path) as at:

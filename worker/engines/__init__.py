@@ -162,7 +162,7 @@ class EngineLoad:
     """Queues and batch of an engine, and counts of its steps.
 
     Attributes:
-        num_waiting: Requests in the waiting queue.
+        num_waiting: Requests in the waiting queue, or held back before it.
         num_running: Requests in the batch.
         num_used_blocks: KV blocks that requests own: running, or pinned for transfer.
         num_preemptions: Preemptions since the start.

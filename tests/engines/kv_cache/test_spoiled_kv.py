@@ -17,6 +17,7 @@ from worker.engines.embedded import Engine, Plan, Request
 from worker.engines.embedded.blocks import Block
 from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, KvCache, budget
 from worker.engines.embedded.offline.results import Result
+from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,6 +208,44 @@ def test_a_token_that_is_not_finite_is_found_in_every_step(served: Engine) -> No
     spans = [(chunk.start, chunk.stop, spoiled) for plan, spoiled in seen for chunk in plan.chunks]
     assert [spoiled for start, stop, spoiled in spans if stop <= len(GOOD)] == [False] * (len(GOOD) // 16)
     assert all(spoiled for start, stop, spoiled in spans if start <= len(GOOD) < stop)
+
+
+def test_other_weights_may_be_finite(checkpoint: Path) -> None:
+    """A prompt that is under way while the weights change is computed with the new ones alone."""
+    one = engine(checkpoint, max_num_batched_tokens=8)
+    stepper, prompt = one.session.stepper, [*GOOD, BAD[0], *GOOD]
+    network = stepper.model._network  # type: ignore[attr-defined]
+    network._embed, damaged = network._embed._sound, network._embed
+    expected = answer(one.generate([prompt], greedy(5))[0])
+    network._embed = damaged
+    cache_of(one).clear()
+    stepper.weights = WeightVersion()
+    one.add(prompt, greedy(5))
+    while not stepper.scheduler.queues.running or not stepper.scheduler.queues.running[0].is_spoiled:
+        assert one.step() == []
+
+    def change() -> None:
+        network._embed = damaged._sound
+
+    stepper.change_weights(change, WeightVersion(1))
+    results: list[Result] = []
+    while one.unfinished:
+        results += one.step()
+    assert [answer(result) for result in results] == [expected]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_what_lies_behind_a_page_that_is_taken_over_is_not_read(checkpoint: Path, kernels: str) -> None:
+    """The only page that there is holds sound blocks, and behind them what is not finite."""
+    one = engine(checkpoint, kernels=kernels, max_num_batched_tokens=8, kv_blocks=128 // BLOCK)
+    assert cache_of(one).num_pages == 1
+    wanted = answer(one.generate([[*GOOD, 9, 9]], greedy(6))[0])
+    cache_of(one).clear()
+    (failed,) = one.generate([[*GOOD, *[BAD[0]] * 20]], greedy(6))
+    assert failed.outputs[0].finish_reason == "error"
+    (found,) = one.generate([[*GOOD, 9, 9]], greedy(6))
+    assert found.outputs[0].num_cached_tokens == 16
+    assert answer(found) == wanted
 
 
 class Reference:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
-from engine_doubles import END, WIDTH, ScriptedModel
+from engine_doubles import END, WIDTH, Drafting, ScriptedModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_doubles import END as RECALLED_END
@@ -36,6 +36,7 @@ from worker.engines.embedded import Engine, Plan
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.offline.request_builder import HONOURED
 from worker.engines.embedded.offline.results import Result
+from worker.engines.embedded.plan import Edits, Output, Samples
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.scored_rows import SCORED_AT_ONCE
 from worker.errors import InvalidRequest, StartupError
@@ -892,6 +893,63 @@ def test_an_interrupted_step_loses_no_result() -> None:
         engine.step()
     model.hook = None
     assert added in [one.request_id for one in engine.step()]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("at", [1, 2])
+def test_tokens_before_an_interrupted_draft_are_kept(error: type[BaseException], at: int) -> None:
+    """A step gives several tokens, and ends after some of them."""
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    stepper = engine.session.stepper
+    stepper.speculator = Drafting(lambda one: model.greedy(one.tokens, 3))
+    counts = {
+        engine.add([token], SamplingParams(max_tokens=count, ignore_eos=True)): (token, count)
+        for token, count in ((3, 12), (4, 2), (5, 12))
+    }
+    engine.step()
+    sample, num_calls = stepper.sampler.sample, 0
+
+    def interrupted(logits: torch.Tensor, edits: Edits, plan: Plan) -> Samples:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1 + at:
+            raise error
+        return sample(logits, edits, plan)
+
+    stepper.sampler.sample = interrupted  # type: ignore[method-assign]
+    with pytest.raises(error):
+        engine.step()
+    results: dict[str, Result] = {}
+    for _ in range(40):
+        results |= {one.request_id: one for one in engine.step()}
+    assert {key: one.token_ids for key, one in results.items()} == {
+        key: model.greedy([token], count) for key, (token, count) in counts.items()
+    }
+    assert engine.unfinished == []
+
+
+def test_an_aborted_prompt_is_no_result_of_an_interrupted_step() -> None:
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    stepper = engine.session.stepper
+    stepper.speculator = Drafting(lambda one: model.greedy(one.tokens, 3))
+    first, second = (engine.add([token], SamplingParams(max_tokens=4, ignore_eos=True)) for token in (3, 4))
+    engine.step()
+    verify = stepper._verify
+
+    def interrupted(plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
+        verify(plan, logits, outputs)
+        raise KeyboardInterrupt
+
+    stepper._verify = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    aborted = engine.abort(first)
+    assert aborted is not None
+    assert aborted.token_ids == model.greedy([3], 4)
+    assert [one.request_id for one in engine.step()] == [second]
+    assert engine.session.is_idle
 
 
 class Interrupted(RecallModel):

@@ -18,6 +18,8 @@ from worker.engines.embedded import EmbeddedEngine, Plan
 from worker.engines.embedded.kv_cache.cache import KvCache
 from worker.engines.embedded.serving import pacing
 from worker.engines.embedded.serving.outbox import RUN_AHEAD
+from worker.engines.embedded.serving.step_thread import Call
+from worker.engines.embedded.step import Stepper
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, StartupError
 from worker.sampling import SamplingParams
 
@@ -385,6 +387,26 @@ async def test_out_of_memory_in_a_step_breaks_the_engine(start_engine: StartEngi
     engine = await start_engine(ScriptedModel(run_out))
     with pytest.raises(EngineBroken, match="out of memory"):
         await collect(engine, "one", PROMPT, params())
+
+
+async def test_requests_that_a_pause_holds_back_wait(start_engine: StartEngine, gate: Gate) -> None:
+    """They are in flight, and run as little as those in the queue."""
+    engine = await start_engine(ScriptedModel(gate), max_num_seqs=1)
+    tasks = [await begin(engine, "running", 3), await begin(engine, "waiting", 3)]
+    await asyncio.to_thread(gate.held.wait)
+    thread, stepper = engine._thread, engine._stepper
+    assert thread is not None
+    assert stepper is not None
+    shut = asyncio.get_running_loop().create_future()
+    thread.tell(Call(Stepper.shut_gate, shut))
+    tasks.append(await begin(engine, "later", 3))
+    gate.open()
+    await asyncio.gather(shut, tasks[0])
+    assert (engine.load().num_running, engine.load().num_waiting) == (0, 2)
+    opened = asyncio.get_running_loop().create_future()
+    thread.tell(Call(Stepper.open_gate, opened))
+    await asyncio.gather(opened, *tasks)
+    assert engine.load().num_waiting == 0
 
 
 async def test_usage_tells_what_was_found_in_the_cache(start_engine: StartEngine) -> None:

@@ -129,6 +129,16 @@ def test_a_draft_model_computes_its_rows_without_the_adapter(
     assert (list(result.outputs[0].token_ids) == alone[name]) == (name is None)
 
 
+def test_an_adapter_that_is_none_is_refused_by_its_name(folder: Path) -> None:
+    shared = engine(folder)
+    with pytest.raises(InvalidRequest, match=r"^adapter: there is no LoRA adapter 'hers'; there is mine, other$"):
+        shared.generate([PROMPT], params(), adapter="hers")
+    for adapter in (5, ["mine"]):
+        with pytest.raises(ValueError, match=r"^adapter must be a text, got"):
+            shared.add(PROMPT, params(), adapter=adapter)  # type: ignore[arg-type]
+    assert shared.session.is_idle
+
+
 def test_a_request_keeps_its_adapter_when_it_is_replaced(folder: Path, alone: dict[str | None, list[int]]) -> None:
     shared = engine(folder)
     adapters = shared.session.stepper.adapters

@@ -22,6 +22,8 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Request
+from worker.engines.embedded.sampling import LogitsCollector
+from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
 
 NEW_TOKENS = 18
@@ -196,6 +198,34 @@ def test_an_answer_is_the_same_however_it_is_decoded(
     for cut in range(1, len(plain.sent)):
         continued = Run(model, seed, phrases, observed, plain.sent[:cut]).end()
         assert (continued.sent, continued.finish_reason) == (plain.sent, plain.finish_reason), cut
+
+
+def begun(model: ScriptedModel, seed: int) -> Run:
+    """A request that scores its prompt, with its first token; the engine's weights may change."""
+    run = Run(model, seed, PHRASES["of the issue"])
+    run.stepper.weights = run.request.weights = WeightVersion()
+    run.request.tap = LogitsCollector(PROMPT, top_n=1)
+    while len(run.request.tokens) == len(PROMPT):
+        run.step()
+    return run
+
+
+def test_scores_of_a_prompt_have_its_first_tokens_weights() -> None:
+    """A token that is held while the weights change is sampled again, with the new ones."""
+    seed = next(seed for seed in range(60) if not begun(ScriptedModel(), seed).sent)
+    model, changed = ScriptedModel(), ScriptedModel()
+    changed.by_token = model.by_token.flip(0)
+    run, fresh = begun(model, seed), begun(changed, seed).end()
+
+    def change() -> None:
+        model.by_token = changed.by_token
+
+    run.stepper.change_weights(change, WeightVersion(1))
+    run.end()
+    taps = [one.request.tap for one in (run, fresh)]
+    assert run.sent == fresh.sent
+    assert all(isinstance(tap, LogitsCollector) for tap in taps)
+    assert taps[0].prompt_logprobs == taps[1].prompt_logprobs  # type: ignore[union-attr]
 
 
 class HoldsNothing(BacktrackingProcessor):

@@ -25,9 +25,13 @@ from adapters.processors.stochastic import Mirostat
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
+from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.model.loading import load_model
+from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.chain_replay import CHANGED
-from worker.engines.embedded.serving import weights_digest
+from worker.engines.embedded.serving import load, weights_digest
+from worker.engines.embedded.serving.weights import _fall_asleep
+from worker.engines.embedded.speculation import DraftModelProposer
 from worker.engines.lora_adapters import AdapterRefused
 from worker.engines.weights import PauseMode, Updated, WeightsRefused, WrongState
 from worker.sampling import SamplingParams
@@ -524,6 +528,24 @@ async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
         await weights_of(engine).wake()  # read from the checkpoint again
         assert weights_of(engine).weights_state == "serving"
         assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+def test_sleep_gives_the_memory_of_a_draft_model_back(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 1000, "hidden_size": 512, "num_key_value_heads": 8, "num_attention_heads": 8}
+    write(tmp_path / "wide", "llama", {**sizes, "num_hidden_layers": 2, "head_dim": 64})
+    speculative = {"method": "draft_model", "model": str(tmp_path / "wide")}
+    stepper, _ = load(config(tmp_path / "wide", kv_blocks=512, speculative_config=speculative))
+    draft, tokens = stepper.draft_model, [7] * 200
+    assert draft is not None
+    assert isinstance(draft.model, HfModel)
+    assert isinstance(stepper.model, HfModel)
+    one = Request("one", 0, SamplingParams(), tokens, len(tokens), 400, frozenset(), 0)
+    proposer = DraftModelProposer(draft, one)
+    found = proposer.propose(tokens, 4).tokens
+    assert any(bool(tensor.any()) for tensor in draft.model.kv_store.tensors)
+    _fall_asleep(stepper, stepper.model, None)
+    assert not any(bool(tensor.any()) for tensor in draft.model.kv_store.tensors)
+    assert proposer.propose(tokens, 4).tokens == found
 
 
 @pytest.mark.campaign

@@ -11,10 +11,17 @@ from types import SimpleNamespace
 import pytest
 from connector_doubles import BLOCK, CONTEXT, Side, run
 from engine_doubles import Drafting
-from kv_doubles import WIDTH, answer
+from kv_doubles import END, WIDTH, answer, recall_request
 
+from adapters.catalog import Catalog, Requested, Selection
+from adapters.contract import Context
+from adapters.vocabulary import Vocabulary
+from worker.engines import EngineRequest
+from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded import Request
+from worker.engines.embedded.admission import admit
 from worker.engines.embedded.transfer.transport import KvRead
+from worker.sampling import SamplingParams
 
 
 class Pair(SimpleNamespace):
@@ -55,6 +62,15 @@ def pair(now: list[float]) -> Iterator[Pair]:
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, WIDTH), k=length)
+
+
+def guided_request(side: Side, name: str, prompt: list[int], count: int) -> Request:
+    """One with a companion, whose answer is that without it."""
+    builder = ChainBuilder(Catalog.default(), Context(Vocabulary(WIDTH)))
+    guidance = Requested("cfg", {"scale": 2.0, "negative_token_ids": prompt[:3]})
+    asked = EngineRequest(name, prompt, SamplingParams(max_tokens=count))
+    asked = builder.prepare(asked, Selection((guidance,)), builder.context(frozenset({END}), 0, count))
+    return admit(asked, 0, side.model, CONTEXT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 63, 64, 65, 200, CONTEXT - 12])
@@ -274,6 +290,53 @@ def test_many_requests_with_disconnects_in_every_phase(pair: Pair, now: list[flo
     assert counts["leased"] == counts["released"] + counts["timed_out"]
     assert pair.decode.connector.counts["received"] > 50
     assert len(gone) > 50
+
+
+def test_prompts_that_wait_for_a_slot_count_as_waiting(now: list[float]) -> None:
+    pair = Pair(prefill=Side(lease_s=60.0), decode=Side(max_num_seqs=1))
+    prompts = {f"r{number}": prompt_of(20, number) for number in range(3)}
+    for name, prompt in prompts.items():
+        pair.prefill.prefill(name, prompt)
+    pair.run(lambda: all(pair.prefill.finished(name) for name in prompts))
+    for name, prompt in prompts.items():
+        pair.decode.decode(name, prompt, pair.prefill.handle(name), 8)
+    assert pair.decode.stepper.num_waiting == 3
+    running = pair.decode.stepper.scheduler.queues
+    pair.run(lambda: bool(running.running))
+    assert pair.decode.stepper.num_waiting == 2
+    pair.run(lambda: all(pair.decode.finished(name) for name in prompts))
+    assert pair.decode.stepper.num_waiting == 0
+    pair.settle()
+    for side in pair:
+        side.close()
+
+
+def test_two_rows_are_kept_for_a_prompt_with_a_companion(now: list[float]) -> None:
+    """Requests that came later, and take one row each, do not pass it for ever."""
+    pair = Pair(prefill=Side(lease_s=60.0), decode=Side(max_num_seqs=2))
+    prompt, decode = prompt_of(20), pair.decode
+    pair.prefill.prefill("guided", prompt)
+    pair.run(lambda: bool(pair.prefill.finished("guided")))
+
+    def come(number: int) -> None:
+        own = recall_request(decode.model, f"r{number}", prompt_of(6, number + 1), 20 + number % 2)
+        own.end_ids = frozenset()
+        decode.stepper.add(own)
+
+    for number in range(4):
+        come(number)
+    decode.step()
+    decode.connector.receive(guided_request(decode, "guided", prompt, 8), pair.prefill.handle("guided"))
+    for number in range(4, 40):
+        come(number)
+        for _ in range(10):
+            for side in pair:
+                side.step()
+    assert decode.tokens("guided") == answer(prompt, 8)
+    pair.run(lambda: decode.stepper.scheduler.is_idle)
+    pair.settle()
+    for side in pair:
+        side.close()
 
 
 def test_little_memory_on_both_sides(now: list[float]) -> None:

@@ -162,7 +162,13 @@ def test_the_gpu_is_done_with_a_page_before_it_is_read_into(
         complete=lambda request, num_computed: done.append(f"{num_computed} tokens"),
     )
     request: Any = SimpleNamespace(
-        id="one", pages=[0, 1], num_computed=num_cached, num_reusable=29, prompt_length=30, chain=None
+        id="one",
+        pages=[0, 1],
+        num_computed=num_cached,
+        num_reusable=29,
+        prompt_length=30,
+        chain=None,
+        sequences=(None,),
     )
     handle = prefill.transport.grant([0, 1])
     assert handle is not None

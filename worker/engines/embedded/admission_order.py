@@ -40,7 +40,7 @@ class Admission:
         copies = self._admit_starved(order)
         if only_starved:
             return tuple(copies)
-        slots = queues.max_num_seqs - queues.num_rows
+        slots = queues.max_num_seqs - queues.num_rows - self._transfers.num_kept_rows
         if slots <= 0 or not order:  # what follows looks at every block of the prompts
             return tuple(copies)
         fair = fair_chunk(budget)

@@ -94,6 +94,12 @@ class DraftModel:
         assert copies is not None, f"{request.id}: the draft model has too few pages: {self.cache!r}"
         self._copies += copies
 
+    def drop_drafts(self) -> None:
+        """Free the pages of all drafts, which compute their KV again."""
+        self.free_ended()
+        for one in self._drafted:
+            self.cache.free(one)
+
     def clear(self) -> None:
         """Evict every cached page; no companion owns one. Copies that no step has carried out were
         for those that did.

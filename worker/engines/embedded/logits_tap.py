@@ -35,7 +35,9 @@ class LogitsTap(Protocol):
         """
 
     def start_over(self) -> None:
-        """The weights have changed while rows were wanted: all come again, of the new ones."""
+        """The weights have changed while rows were wanted, or before the first token: all come
+        again, of the new ones.
+        """
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""

@@ -20,10 +20,12 @@ class PinnedRequests:
 
     Attributes:
         queues: The same.
+        num_kept_rows: Rows of a batch that are kept for a request whose KV has been received.
     """
 
     def __init__(self, queues: Queues) -> None:
         self.queues = queues
+        self.num_kept_rows = 0
         self._blocked: Request | None = None
 
     def pin(self, request: Request) -> tuple[PageCopy, ...] | None:

@@ -137,9 +137,11 @@ class Request:
     def compute_with(self, weights: WeightVersion) -> None:
         """Compute its next tokens with other weights; it owns no pages."""
         assert not self.pages, f"{self.id} has KV of other weights"
-        if self.tap is not None and self.tap.wants_prompt and self.weights not in (None, weights):
-            self._tell_tap(self.tap.start_over)
+        tap, has_no_answer = self.tap, len(self.tokens) == self.prompt_length
+        if tap is not None and (tap.wants_prompt or has_no_answer) and self.weights not in (None, weights):
+            self._tell_tap(tap.start_over)
         self.weights = weights
+        self.is_spoiled = False  # with these it may be finite
         self.block_hashes.clear()
         self.cached_blocks.clear()
         if self.companion is not None:
@@ -210,7 +212,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy the first `num_tokens` slots of page `source` to the same slots of page `target`."""
+    """Copy the first `num_tokens` slots of page `source` to the same slots of page `target`; that
+    may be the page itself, whose other slots are empty from then on.
+    """
 
     source: int
     target: int

@@ -82,6 +82,7 @@ class Stepper:
         self.num_rows = 0
         self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
+        self._committed: tuple[Plan, list[Output]] | None = None  # of the step under way
         self._late: set[int] = set()  # rows of the step that were left out, and then computed
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
@@ -104,6 +105,14 @@ class Stepper:
             self.scheduler.add(request)
         else:
             self.connector.receive(request, kv)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch, those at the gate and those that wait for their KV
+        among them. May be read by any thread.
+        """
+        others = 0 if self.connector is None else self.connector.num_waiting
+        return len(self.scheduler.queues.waiting) + len(self.gate or ()) + others
 
     def check(self, request: Request, where: str = "") -> None:
         """Check that a request can ever run here; see `check_room`. Any thread."""
@@ -237,6 +246,7 @@ class Stepper:
         except NotSampled:
             self._late.clear()
             return self._leave(plan, self._isolate(plan))
+        self._committed = plan, outputs
         if self.connector is not None and self.scheduler.queues.pinned:
             self.connector.lease(plan, outputs)
         if computed.decode:
@@ -252,6 +262,15 @@ class Stepper:
         if self.pass_sink is not None and counted is not None:
             self.pass_sink(replace(counted, seconds=time.perf_counter() - started))
         return self._leave(plan, outputs)
+
+    def recover(self) -> list[Output]:
+        """Go on after an exception in `step`: not all KV that it was to compute, or copy, is there.
+
+        Returns:
+            Outputs of that step, of tokens that its requests have.
+        """
+        self.drop_kv()
+        return [] if self._committed is None else self._leave(*self._committed)
 
     def _compute_companions(self, plan: Plan, companions: Plan) -> Plan:
         """Compute the draft model's part of a step, and keep its rows for the companions' owners.
@@ -395,6 +414,7 @@ class Stepper:
 
     def _leave(self, plan: Plan, outputs: list[Output]) -> list[Output]:
         """The outputs of a step that may be sent; notes which requests have ended."""
+        self._committed = None
         ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
         if ended:
             self._tapped -= ended.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,27 +71,43 @@ class RunningBatch:
         self._models = models
         self._turns = turns
         self._longest = longest
+        self._away: set[str] = set()  # models that are not served, at this time through the lines
+        self._left: list[_Place] = []  # lines that wait for them
 
     async def run(self, concurrency: int) -> None:
         """Run the lines that have no result; so many at a time wait for a turn, or have one.
+
+        Lines of models that are not served wait until all others have been run.
 
         Raises:
             Exception: a result cannot be kept; the other lines under way are given up.
         """
         answered = await self._store.do(self._store.batches.answered, self._batch.id)
-        places = asyncio.Semaphore(concurrency)
-        offset, number = 0, 1
+        await self._run_each(self._places(answered), concurrency)
+        wait_s = FIRST_WAIT_S
+        while self._left:
+            await asyncio.sleep(wait_s)
+            left, self._left, self._away = self._left, [], set()
+            await self._run_each(_each(left), concurrency)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S) if len(self._left) == len(left) else FIRST_WAIT_S
+
+    async def _run_each(self, places: AsyncIterator[_Place], concurrency: int) -> None:
+        free = asyncio.Semaphore(concurrency)
         try:
             async with asyncio.TaskGroup() as group:
-                while True:
-                    await places.acquire()
-                    place = await asyncio.to_thread(self._next, offset, number, answered)
-                    if place is None:
-                        break
-                    group.create_task(self._run_line(place)).add_done_callback(lambda _: places.release())
-                    offset, number = place.end, place.number + 1
+                await free.acquire()
+                async for place in places:
+                    group.create_task(self._run_line(place)).add_done_callback(lambda _: free.release())
+                    await free.acquire()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _places(self, answered: Collection[int]) -> AsyncIterator[_Place]:
+        """The lines without a result."""
+        offset, number = 0, 1
+        while (place := await asyncio.to_thread(self._next, offset, number, answered)) is not None:
+            yield place
+            offset, number = place.end, place.number + 1
 
     def _next(self, offset: int, number: int, answered: Collection[int]) -> _Place | None:
         """The first line from ``offset`` on that has no result."""
@@ -106,9 +122,14 @@ class RunningBatch:
         while True:
             request_id = secrets.token_hex(16)
             async with self._turns:  # until the result is kept: a crash repeats no more than have a turn
-                model, status, body = await self._ask_once(place, request_id)
+                found = await self._ask_once(place, request_id)
+                if found is None:
+                    self._left.append(place)
+                    return
+                status, body = found
                 num_broken += status in BROKEN
-                if not (_is_aborted(status, body) or await self._is_to_repeat(model, status, num_broken)):
+                is_to_repeat = status in BUSY or (status in BROKEN and num_broken < MOST_BROKEN)
+                if not (is_to_repeat or _is_aborted(status, body)):
                     written, counts = await asyncio.to_thread(_kept, body)
                     result = Result(place.number, status, request_id, written)
                     await self._store.do(self._store.batches.add_result, self._batch.id, result, counts)
@@ -116,14 +137,23 @@ class RunningBatch:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def _ask_once(self, place: _Place, request_id: str) -> tuple[str, int, bytes]:
-        """Model, and status and body of the answer. The line is in memory for no longer."""
+    async def _ask_once(self, place: _Place, request_id: str) -> tuple[int, bytes] | None:
+        """Status and body of the answer; None if the model of the line is away. It was served when
+        the batch was validated: its worker is about to come back. The line is in memory for no
+        longer.
+        """
         try:
             model, body = await asyncio.to_thread(self._read, place)
         except BadLine as error:  # a later version takes fewer lines than the one that validated them
             refused = Refused(400, error.message, error.param, code=error.code)
-            return "", refused.status, error_body(refused, "openai", "")
-        return model, *await self._ask(self._batch.owner, self._batch.endpoint, body, request_id)
+            return refused.status, error_body(refused, "openai", "")
+        if model in self._away:
+            return None
+        answer = await self._ask(self._batch.owner, self._batch.endpoint, body, request_id)
+        if answer[0] == 404 and model not in await self._models():
+            self._away.add(model)
+            return None
+        return answer
 
     def _read(self, place: _Place) -> tuple[str, bytes]:
         """Model and body of the request in a line. Raises `BadLine`."""
@@ -135,12 +165,10 @@ class RunningBatch:
     def _path(self) -> Path:
         return self._store.files.path(self._batch.input_file_id)
 
-    async def _is_to_repeat(self, model: str, status: int, num_broken: int) -> bool:
-        """Whether an answer is none for good: the frontend or the worker is not there right now."""
-        if status in BUSY or (status in BROKEN and num_broken < MOST_BROKEN):
-            return True
-        # the model was served when the batch was validated: its worker is about to come back
-        return status == 404 and model not in await self._models()
+
+async def _each(places: Iterable[_Place]) -> AsyncIterator[_Place]:
+    for place in places:
+        yield place
 
 
 def _is_aborted(status: int, body: bytes) -> bool:

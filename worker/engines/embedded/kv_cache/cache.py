@@ -241,8 +241,6 @@ class KvCache:
         target = self._append(request)  # the source itself, where it was the only page left
         for block in blocks:
             self._index.attach(block, target)
-        if target == source:
-            return ()
         return (PageCopy(source, target, len(blocks) * self.block_size),)
 
     def _append(self, request: Request) -> int:

@@ -92,7 +92,8 @@ class KvStore:
         """Copy the first slots of pages in every layer, in order; those behind them as `begin`."""
         for tensor in (*self.keys, *self.values) if copies else ():
             for each in copies:
-                tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
+                if each.source != each.target:
+                    tensor[each.target, :, : each.num_tokens] = tensor[each.source, :, : each.num_tokens]
                 if self.is_read_behind:
                     tensor[each.target, :, each.num_tokens :] = 0
 

@@ -208,11 +208,17 @@ class Engine:
     def _adapt(self, groups: Sequence[RequestGroup], adapter: str | None) -> None:
         if adapter is None:
             return
+        if not isinstance(adapter, str):
+            raise ValueError(f"adapter must be a text, got {adapter!r}")
         adapters = self.session.stepper.adapters
         if adapters is None:
             raise InvalidRequest("adapter", "this model's kernels compute no LoRA adapters")
+        try:
+            named = adapters.named(adapter)
+        except InvalidRequest as error:
+            raise InvalidRequest("adapter", error.problem) from None
         for group in groups:
-            group.compute_with(adapters.named(adapter))
+            group.compute_with(named)
 
     def _advance(self) -> list[Result]:
         ended = dict.fromkeys(event.group for event in self.session.step())  # several answers may end in one step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from threading import Event as Signal
 from time import perf_counter
@@ -13,6 +13,7 @@ from worker.engines.embedded.host import FairLock
 from worker.engines.embedded.offline.answer_queue import AnswerQueue, Event
 from worker.engines.embedded.offline.request_builder import Named, RequestBuilder
 from worker.engines.embedded.offline.results import Answer, RequestGroup
+from worker.engines.embedded.plan import Output
 from worker.engines.embedded.step import Stepper
 from worker.sampling import SamplingParams
 
@@ -46,6 +47,7 @@ class Session:
         self.lock = FairLock()
         self.num_ended = 0
         self._changed = Signal()
+        self._events: list[Event] = []  # that no call of `step` has returned
         self._is_stepping = False
 
     @property
@@ -55,8 +57,8 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to compute."""
-        return self._queue.is_idle
+        """Whether there is nothing to compute, and nothing to return."""
+        return self._queue.is_idle and not self._events
 
     def prepare(
         self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams], named: Sequence[Sequence[Named]]
@@ -91,26 +93,33 @@ class Session:
             self._changed.set()
 
     def step(self) -> list[Event]:
-        """Compute one step; empty if there is nothing to compute."""
+        """Compute one step; empty if there is nothing to compute.
+
+        After an exception the next call returns what the step has given before it, too.
+        """
         with self.lock:
             self._check_not_stepping()
-            if not self._queue.fill():
-                return []
-            self._is_stepping = True
-            try:
-                outputs = self.stepper.step()
-            except BaseException:  # an interrupt, say: not all KV that the step was to compute, or to copy, is there
-                self.stepper.drop_kv()
-                raise
-            finally:
-                self._is_stepping = False
-            time_s = perf_counter()
-            taken = [self._queue.take(output, time_s) for output in outputs]
-            events = [event for event in taken if event is not None]
+            if self._queue.fill():
+                self._is_stepping = True
+                try:
+                    self._take(self.stepper.step())
+                except BaseException:  # an interrupt, say
+                    self._take(self.stepper.recover())
+                    raise
+                finally:
+                    self._is_stepping = False
+            events, self._events = self._events, []
             for event in events:
                 if event.group.is_done:
                     self._groups.pop(event.group.id, None)
             return events
+
+    def _take(self, outputs: Iterable[Output]) -> None:
+        time_s = perf_counter()
+        for output in outputs:
+            event = self._queue.take(output, time_s)
+            if event is not None:
+                self._events.append(event)
 
     def end(self, group_id: str, reason: FinishReason) -> RequestGroup | None:
         """End every unfinished answer to a prompt, with the tokens that it has.
@@ -130,6 +139,7 @@ class Session:
             for answer in self._queue.withdraw(group):
                 answer.end(reason)
             self._suspended.pop(group_id, None)
+            self._events = [event for event in self._events if event.group is not group]
             self.num_ended += 1
             self._changed.set()
             return group

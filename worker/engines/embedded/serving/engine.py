@@ -300,7 +300,7 @@ class EmbeddedEngine:
             return EngineLoad(0, 0, 0, 0, [0] * (len(BATCH_SIZES) + 1), 0)
         queues, drafted = stepper.scheduler.queues, stepper.speculator.counts.copy()
         return EngineLoad(
-            num_waiting=len(queues.waiting),
+            num_waiting=stepper.num_waiting,
             num_running=len(queues.prefilling) + len(queues.decoding),
             num_used_blocks=queues.cache.num_used_blocks,
             num_preemptions=queues.num_preemptions,

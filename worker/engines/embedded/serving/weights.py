@@ -278,5 +278,8 @@ def _stop_computing(stepper: Stepper) -> None:
 def _fall_asleep(stepper: Stepper, model: HfModel, drop: Callable[[], None] | None) -> None:
     stepper.drop_kv()
     model.kv_store.give_back()
+    if stepper.draft_model is not None and isinstance(stepper.draft_model.model, HfModel):
+        stepper.draft_model.drop_drafts()
+        stepper.draft_model.model.kv_store.give_back()
     if drop is not None:
         drop()

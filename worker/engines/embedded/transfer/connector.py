@@ -99,6 +99,11 @@ class KvConnector:
         return len(self._prefill)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their KV, or with it for a slot. May be read by any thread."""
+        return self._decode.num_waiting
+
+    @property
     def seconds(self) -> float:
         """Time that the reads of ``received`` took, summed."""
         return self._decode.seconds

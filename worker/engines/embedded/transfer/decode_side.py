@@ -115,9 +115,14 @@ class DecodeSide:
         return POLL_S if self._waiting or self._ready or self.abandoned else None
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their KV, or with it for a slot. May be read by any thread."""
+        return len(self._waiting) + len(self._reading) + len(self._ready)
+
+    @property
     def is_drained(self) -> bool:
-        """Whether no request waits for its KV, or for a slot."""
-        return not (self._waiting or self._reading or self._ready)
+        """Whether there are none of these."""
+        return not self.num_waiting
 
     def receive(self, request: Request, handle: KvHandle) -> None:
         """Take in a request whose prompt's KV is leased to this worker.
@@ -173,6 +178,7 @@ class DecodeSide:
         self.abandoned.free_ended()
         while self._ready and queues.has_slot(self._ready[0]):
             self._transfers.resume(self._ready.popleft())
+        self._transfers.num_kept_rows = len(self._ready[0].sequences) if self._ready else 0
 
     def close(self) -> None:
         """Drop all requests that do not run yet."""
