@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,22 @@ def test_pixels_are_bounded_for_all_pictures_of_a_request(tmp_path: Path, monkey
     check_pixels([ImageInput(f"at[{i}]", url) for i, url in enumerate(urls)])
     with pytest.raises(InvalidRequest, match=r"^at\[5\]: has more pixels than the 268435456 that"):
         check_pixels([ImageInput(f"at[{i}]", url) for i, url in enumerate([*urls, data_url(b"1 1")])])
+
+
+@pytest.mark.parametrize("write", [str.upper, str.capitalize, " {}".format])
+@pytest.mark.parametrize("scheme", ["data", "file"])
+def test_pixels_count_however_a_scheme_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, write: Callable[[str], str]
+) -> None:
+    """The loaders read such URLs: 256 pictures of 2^27 pixels passed."""
+    monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "PIL.Image", SimpleNamespace(open=Opened))
+    (tmp_path / "a.png").write_bytes(b"16384 16385")
+    url = data_url(b"16384 16385") if scheme == "data" else (tmp_path / "a.png").as_uri()
+    image = ImageInput("here", write(scheme) + url.removeprefix(scheme))
+    ImageSources(tmp_path).check(image)
+    with pytest.raises(InvalidRequest, match=r"^here: has more pixels than"):
+        check_pixels([image])
 
 
 def test_options(tmp_path: Path) -> None:

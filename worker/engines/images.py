@@ -133,15 +133,18 @@ def check_pixels(images: Sequence[ImageInput]) -> None:
 
 
 def _num_pixels(url: str) -> int:
-    """Pixels of a file, 0 where there is none that can be read: the loader says so."""
+    """Pixels of a file, 0 where there is none that can be read: the loader says so. Loaders read a
+    scheme in capitals, too.
+    """
     file: Any
-    if url.startswith("data:"):
+    parts = urlsplit(url)
+    if parts.scheme == "data":
         try:
             file = io.BytesIO(base64.b64decode(url.partition(",")[2]))
         except ValueError:
             return 0
-    elif url.startswith("file:"):
-        file = Path(url2pathname(urlsplit(url).path))
+    elif parts.scheme == "file":
+        file = Path(url2pathname(parts.path))
     else:
         return 0
     with contextlib.suppress(Exception):  # Pillow's, of whatever is in the file
