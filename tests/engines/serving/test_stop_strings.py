@@ -139,6 +139,19 @@ def test_a_stop_string_before_the_least_length_is_text() -> None:
     assert (answer.text, answer.num_tokens) == ("x.x", 3)
 
 
+def test_a_stop_string_that_begins_before_the_least_length_is_text() -> None:
+    """As at Dynamo's frontend, and nothing is held back for it."""
+    answer = AnswerText(lambda ids: bytes(ids).decode(), ["END"])
+    ends = []
+    for count, token_id in enumerate(b"xENDEND", 1):
+        answer.is_too_short = count < 3
+        ends.append(answer.append(token_id))
+        if count < 5:
+            assert answer.shown == "xEND"[:count]
+    assert ends == [False] * 6 + [True]
+    assert (answer.text, answer.num_tokens) == ("xEND", 4)
+
+
 @pytest.mark.parametrize(("include", "text", "tokens"), [(False, "a", 1), (True, "ab", 2)])
 def test_the_tail_of_a_token_after_the_stop_string_goes(include: bool, text: str, tokens: int) -> None:
     answer = AnswerText(lambda ids: "".join(["a", "bc"][one] for one in ids), ["b"], include=include)
