@@ -141,6 +141,23 @@ async def test_prompts_of_completions(served: Served) -> None:
     assert len(scored["choices"][0]["logprobs"]["tokens"]) == len(ids)
 
 
+INFERENCE = "/inference/v1/generate"
+
+
+@in_module_loop
+async def test_most_tokens_of_vllms_endpoint(served: Served) -> None:
+    """An answer that names none had 16, and false was taken for 0, at which a prompt is scored."""
+    client = served[1]
+    asked: dict[str, Any] = {"token_ids": [5, 9], "output_mode": "text"}
+    guide = {"structured_outputs": {"regex": "[ab]{40}"}}
+    answer = await client.post(INFERENCE, json={**asked, "sampling_params": guide})
+    (choice,) = answer.json()["choices"]
+    assert (len(choice["text"]), choice["finish_reason"]) == (40, "stop")
+    for wrong in (False, 0.0, -1):
+        answer = await client.post(INFERENCE, json={**asked, "sampling_params": {"max_tokens": wrong}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling_params.max_tokens")
+
+
 ERRORS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "model"),
     ({"top_p": 7}, 400, "top_p"),
