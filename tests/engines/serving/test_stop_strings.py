@@ -263,6 +263,17 @@ def test_bytes_after_a_stray_one_give_the_whole_text(
     assert "".join(pieces) + text.finish() == decode(ids)
 
 
+@pytest.mark.parametrize("num_special", [1, 8, 16, 17, 100])
+def test_a_space_behind_tokens_without_a_text_stays(num_special: int) -> None:
+    """Tokenizers drop one at the beginning of a text, and the window had nothing else in it."""
+    counted = Counted(byte_fallback())
+    ids = [WORD] * 9 + [SPECIAL] * num_special + [WORD] + [SPECIAL] * num_special + [WORD]
+    text = IncrementalText(counted)
+    pieces = [text.append(token_id) for token_id in ids]
+    assert "".join(pieces) + text.finish() == byte_fallback()(ids) == " ".join(["word"] * 11)
+    assert counted.most <= 64
+
+
 def test_a_stop_string_is_found_behind_stray_bytes() -> None:
     answer = AnswerText(byte_level, ["A\ufffd", "BC"])
     ids = [*[0x80] * 500, 0x41, 0x42, 0x43]
