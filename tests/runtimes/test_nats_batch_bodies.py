@@ -127,6 +127,16 @@ def test_log_probabilities_of_a_completion_are_four_lists() -> None:
     }
 
 
+@pytest.mark.parametrize(("body", "offsets"), [({}, [0, 1, 1]), ({"skip_special_tokens": False}, [0, 1, 4])])
+def test_a_token_that_is_not_shown_takes_no_place(body: dict[str, Any], offsets: list[int]) -> None:
+    parts = [b"a", b"<s>", b"b"]
+    chunk = {**LOGPROBS, "text": "ab" if not body else "a<s>b", "top_logprobs": [[]] * 3}
+    request = QueuedRequest("batch", 0, "one", COMPLETIONS)
+    answer = response_body(request, body, [chunk], parts.__getitem__, {1})
+    lists = answer["choices"][0]["logprobs"]
+    assert (lists["tokens"], lists["text_offset"]) == (["a", "<s>", "b"], offsets)
+
+
 def test_arguments_of_earlier_calls_are_objects_for_the_template() -> None:
     """As through the front door: a template that writes them as JSON wrote a text in quotes."""
     calls = [{"type": "function", "function": {"name": "f", "arguments": given}} for given in ('{"a": 1}', "{")]

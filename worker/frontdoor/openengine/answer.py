@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.vocabulary import ReasoningTokens
@@ -29,6 +29,7 @@ class AnswerForm:
         token_text: Text of each token.
         split: Separation of thinking, None where the text is the answer.
         reasoning: Counts the tokens of thinking, None as `split`.
+        hidden: Tokens that the text leaves out.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class AnswerForm:
         token_text: TokenText,
         split: ThinkingSplit | None = None,
         reasoning: ReasoningTokens | None = None,
+        hidden: Collection[int] = (),
     ) -> None:
         self._asked = asked
         self._token_text = token_text
         self._split = split
         self._reasoning = reasoning
+        self._hidden = hidden
         self._has_begun = False
         self._length = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -156,7 +159,13 @@ class AnswerForm:
             return {"content": content, "refusal": None}
         names = [entry["token"] for entry in entries]
         if not self._asked.names_ids:  # what each adds to the text: nothing before a character's last part
-            names = [self._decoder.decode(bytes(entry["bytes"])) for entry in entries]
+            hides = [token_id in self._hidden for token_id in chunk["token_ids"]]
+            names = [
+                "" if hidden else self._decoder.decode(bytes(entry["bytes"]))
+                for entry, hidden in zip(entries, hides, strict=True)
+            ]
+            # the name of one that adds nothing is among its alternatives
+            tops = [[entry, *top] if hidden else top for entry, hidden, top in zip(entries, hides, tops, strict=True)]
         offsets = []
         for name in names:
             offsets.append(self._length)
