@@ -158,6 +158,19 @@ async def test_most_tokens_of_vllms_endpoint(served: Served) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling_params.max_tokens")
 
 
+@in_module_loop
+async def test_an_id_without_a_token_has_no_text(served: Served, tiny_model: Path) -> None:
+    """The answer was an error about a field that there is not, once all was computed."""
+    unknown = 1 + max(Prompts.load(tiny_model, None).tokenizer.get_vocab().values())
+    asked = {"input_ids": [5, unknown, 9], "return_logprob": True, "logprob_start_len": 0}
+    asked |= {"return_text_in_logprobs": True, "sampling_params": {"max_new_tokens": 1}}
+    answer = await served[1].post("/generate", json=asked)
+    assert answer.status_code == 200, answer.text
+    texts = [entry[1:] for entry in answer.json()["meta_info"]["input_token_logprobs"]]
+    assert texts[1] == [unknown, ""]
+    assert all(text for _, text in (texts[0], texts[2]))
+
+
 @pytest.mark.parametrize("logprobs", [0, 1])
 @in_module_loop
 async def test_offsets_behind_a_token_that_is_not_shown(served: Served, tiny_model: Path, logprobs: int) -> None:
