@@ -177,15 +177,16 @@ async def test_offsets_behind_a_token_that_is_not_shown(served: Served, tiny_mod
     """Its name counted, which the text does not have."""
     vocabulary = Prompts.load(tiny_model, None).vocabulary
     special = min(vocabulary.special_token_ids)
-    forced = [*vocabulary.encode("ab"), special, *vocabulary.encode("cd")]
+    forced = [*vocabulary.encode("ab"), special, special, *vocabulary.encode("cd"), special, special]
     asked: dict[str, Any] = {"prompt": "x", "max_tokens": len(forced), "logprobs": logprobs, "echo": True}
     asked["logits_processors"] = [{"name": "forced_prefix", "args": {"token_ids": forced}}]
     for shown in (False, True):
         answer = await ask(served[1], COMPLETIONS, **asked, skip_special_tokens=not shown)
         (choice,) = answer["choices"]
         text, lists = choice["text"], choice["logprobs"]
-        assert text == f"xab{vocabulary.decode([special]) * shown}cd"
-        assert vocabulary.decode([special]) in lists["tokens"]
+        name = vocabulary.decode([special])
+        assert text == f"xab{2 * name * shown}cd{2 * name * shown}"
+        assert lists["tokens"].count(name) == 4
         ends = [*lists["text_offset"][1:], len(text)]
         words = [text[start:end] for start, end in zip(lists["text_offset"], ends, strict=True)]
         assert [word for word in words if word] == [token for token in lists["tokens"] if token in text and token]

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.vocabulary import ReasoningTokens
+from worker.frontdoor.completions.openai_logprobs import HIDDEN
 from worker.frontdoor.openengine.body import AskedAnswer
 from worker.frontdoor.openengine.thinking import Part, ThinkingSplit
 from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
@@ -158,23 +159,22 @@ class AnswerForm:
             content = [{**e, **i, "top_logprobs": top} for e, i, top in zip(entries, ids, tops, strict=True)]
             return {"content": content, "refusal": None}
         names = [entry["token"] for entry in entries]
+        hides = [token_id in self._hidden and not self._asked.names_ids for token_id in chunk["token_ids"]]
         if not self._asked.names_ids:  # what each adds to the text: nothing before a character's last part
-            hides = [token_id in self._hidden for token_id in chunk["token_ids"]]
             names = [
-                "" if hidden else self._decoder.decode(bytes(entry["bytes"]))
+                entry["token"] if hidden else self._decoder.decode(bytes(entry["bytes"]))
                 for entry, hidden in zip(entries, hides, strict=True)
             ]
-            # the name of one that adds nothing is among its alternatives
-            tops = [[entry, *top] if hidden else top for entry, hidden, top in zip(entries, hides, tops, strict=True)]
         offsets = []
-        for name in names:
+        for name, hidden in zip(names, hides, strict=True):
             offsets.append(self._length)
-            self._length += len(name)
+            self._length += 0 if hidden else len(name)
         return {
             "tokens": names,
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
+            HIDDEN: hides,
         }
 
     def _entry(self, token_id: int, logprob: float) -> Document:
