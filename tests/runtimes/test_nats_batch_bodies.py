@@ -11,7 +11,9 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.engines import TokenLogprob
 from worker.errors import InvalidRequest
+from worker.requests.prompt_scores import end_json
 from worker.runtimes.direct.request import parse
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest
 from worker.runtimes.nats.batch.openai import CHAT, COMPLETIONS, message_of, response_body
@@ -135,6 +137,44 @@ def test_a_token_that_is_not_shown_takes_no_place(body: dict[str, Any], offsets:
     answer = response_body(request, body, [chunk], parts.__getitem__, {1})
     lists = answer["choices"][0]["logprobs"]
     assert (lists["tokens"], lists["text_offset"]) == (["a", "<s>", "b"], offsets)
+
+
+def test_the_token_that_ended_a_completion_is_its_last() -> None:
+    """It was among the data of the response, which nobody had asked for."""
+    parts = [b"a", b"b", b"</s>"]
+    end = end_json([TokenLogprob(2, -1.0, 1), TokenLogprob(0, -2.0, 2)], parts.__getitem__)
+    chunk = {
+        "index": 0,
+        "text": "a",
+        "token_ids": [0],
+        "log_probs": [-1.0],
+        "finish_reason": "stop",
+        "engine_data": end,
+    }
+    found = [
+        response_body(QueuedRequest("batch", 0, "one", url), {}, [chunk], parts.__getitem__)
+        for url in (CHAT, COMPLETIONS)
+    ]
+    assert not any("nvext" in answer for answer in found)
+    assert found[1]["choices"][0]["logprobs"] == {
+        "tokens": ["a", "</s>"],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{"a": -1.0}, {"</s>": -1.0, "a": -2.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_each_choice_has_its_receipt() -> None:
+    """The first one alone had."""
+    said = [
+        {"index": index, "text": "", "token_ids": [], "engine_data": {"logits_processors": {"choice": index}}}
+        for index in (1, 0)
+    ]
+    request = QueuedRequest("batch", 0, "one", CHAT)
+    assert response_body(request, {}, said[1:], None)["nvext"] == {"engine_data": {"logits_processors": {"choice": 0}}}
+    assert response_body(request, {}, said, None)["nvext"] == {
+        "choices": [{"engine_data": {"logits_processors": {"choice": index}}} for index in (0, 1)]
+    }
 
 
 def test_arguments_of_earlier_calls_are_objects_for_the_template() -> None:

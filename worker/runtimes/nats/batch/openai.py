@@ -12,7 +12,7 @@ from typing import Any
 
 from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest, ServingError, shown
-from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
+from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, TokenText
 from worker.runtimes.direct.openai_fields import guide_of, places, with_objects
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
@@ -162,14 +162,17 @@ def response_body(
     prompt_tokens = completion_tokens = 0
     for chunk in chunks:
         choice = choices.setdefault(
-            chunk["index"], {"texts": [], "ids": [], "logprobs": [], "tops": [], "reason": None}
+            chunk["index"],
+            {"texts": [], "ids": [], "logprobs": [], "tops": [], "reason": None, "data": None, "end": None},
         )
         choice["texts"].append(chunk.get("text", ""))
         choice["ids"] += chunk["token_ids"]
         choice["logprobs"] += chunk.get("log_probs", ())
         choice["tops"] += chunk.get("top_logprobs", ())
         choice["reason"] = chunk.get("finish_reason", choice["reason"])
-        choice["engine_data"] = chunk.get("engine_data", choice.get("engine_data"))
+        data = dict(chunk.get("engine_data") or {})
+        choice["end"] = data.pop(END_TOKEN, None)
+        choice["data"] = data or choice["data"]
         if "completion_usage" in chunk:
             prompt_tokens = chunk["completion_usage"]["prompt_tokens"]
             completion_tokens += chunk["completion_usage"]["completion_tokens"]
@@ -188,8 +191,11 @@ def response_body(
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
-    receipts = [choices[index]["engine_data"] for index in sorted(choices)]
-    return response if receipts[0] is None else {**response, "nvext": {"engine_data": receipts[0]}}
+    found = [choices[index]["data"] for index in sorted(choices)]
+    extensions = [None if data is None else {"engine_data": data} for data in found]
+    if not any(extensions):
+        return response
+    return {**response, "nvext": extensions[0] if len(extensions) == 1 else {"choices": extensions}}
 
 
 def _choice(index: int, choice: Message, is_chat: bool, text_of: TokenText, hidden: Collection[int]) -> Message:
@@ -200,6 +206,8 @@ def _choice(index: int, choice: Message, is_chat: bool, text_of: TokenText, hidd
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": content, "finish_reason": choice["reason"]}
     hides = [token_id in hidden for token_id in choice["ids"]]
+    if choice["end"] is not None:  # log probabilities were asked for
+        logprobs, hides = [*(logprobs or ()), _end(choice["end"])], [*hides, True]
     lists = None if logprobs is None else _of_completion(logprobs, hides, len(text))
     return {"index": index, "text": text, "logprobs": lists, "finish_reason": choice["reason"]}
 
@@ -217,6 +225,16 @@ def _logprobs(choice: Message, text_of: TokenText) -> list[Message]:
 
 def _token(text: bytes, logprob: float) -> Message:
     return {"token": text.decode(errors="replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text)}
+
+
+def _end(token: Mapping[str, Any]) -> Message:
+    """The same of the token that ended an answer without being shown, as the worker tells it."""
+    found: Mapping[str, Any] = token["logprobs"]
+    entries = {
+        token_id: _token(bytes(one.get("bytes", one.get("decoded_token", "").encode())), one["logprob"])
+        for token_id, one in found.items()
+    }
+    return {**entries[str(token["token_id"])], "top_logprobs": list(entries.values())}
 
 
 def _of_completion(entries: Iterable[Message], hides: Iterable[bool], end: int) -> Message:
