@@ -151,6 +151,9 @@ def test_options(tmp_path: Path) -> None:
     assert sources("--enable-multimodal") == sources("--modality", "multimodal") == ImageSources()
     given = sources("--modality", "multimodal", "--allowed-local-media-path", str(tmp_path))
     assert given == ImageSources(tmp_path)
+    found = sources("--modality", "multimodal", "--allowed-media-domains", "Pictures.example")
+    assert found is not None
+    found.check(ImageInput("here", "https://Pictures.Example/a.png"))
     with pytest.raises(ConfigurationError, match="is not a directory"):
         sources("--modality", "multimodal", "--allowed-local-media-path", str(tmp_path / "none"))
     for flags, problem in (

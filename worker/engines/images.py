@@ -52,7 +52,7 @@ class ImageSources:
 
     Attributes:
         directory: Directory whose files requests may name, None for no files.
-        hosts: Names of the hosts that are asked for pictures.
+        hosts: Names of the hosts that are asked for pictures, in lower case.
     """
 
     directory: Path | None = None
@@ -175,4 +175,4 @@ def image_sources(arguments: Arguments) -> ImageSources | None:
     directory = None if arguments.allowed_local_media_path is None else Path(arguments.allowed_local_media_path)
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"--allowed-local-media-path {directory}: is not a directory")
-    return ImageSources(directory, frozenset(arguments.allowed_media_domains))
+    return ImageSources(directory, frozenset(host.lower() for host in arguments.allowed_media_domains))
