@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 from effort import examples
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from worker.arguments import parse_arguments
 from worker.engines.images import ImageInput, ImageSources, check_pixels, data_url, image_sources, read_images
+from worker.engines.vllm.images import Images
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.requests.request import RequestLimits, parse_request
 
@@ -100,6 +103,32 @@ def test_where_they_may_come_from(files: ImageSources, tmp_path: Path, url: str,
         else:
             with pytest.raises(InvalidRequest, match=r"^here: "):
                 sources.check(image)
+
+
+class Connector:
+    """vLLM's loader: the paths of the files that it would read."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    async def fetch_image_async(self, url: str) -> str:
+        parts = urlsplit(url)
+        return url2pathname(parts.netloc + parts.path) if parts.scheme == "file" else url
+
+
+@pytest.mark.parametrize("host", ["", "localhost"])
+async def test_vllm_reads_the_file_that_was_checked(
+    files: ImageSources, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """The host was the beginning of its path."""
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.media", SimpleNamespace(MediaConnector=Connector))
+    monkeypatch.setattr("worker.engines.vllm.images.importlib.import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("worker.engines.vllm.images.check_pixels", lambda images: None)
+    images = Images(files, SimpleNamespace(is_multimodal_model=True), "0.0")
+    assert files.directory is not None
+    path = files.directory / "inner" / "a.png"
+    asked = [ImageInput("here", path.as_uri().replace("//", f"//{host}", 1)), ImageInput("there", PIXEL)]
+    assert await images.load(asked) == [str(path), PIXEL]
 
 
 class Opened:

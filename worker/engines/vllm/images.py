@@ -6,7 +6,10 @@ import asyncio
 import importlib
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from adapters.chain import ProcessorChain
 from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels
@@ -48,7 +51,10 @@ class Images:
 
     async def _read(self, image: ImageInput) -> Any:
         try:
-            return await self._loader.fetch_image_async(image.url)
+            url = urlsplit(image.url)
+            is_file = url.scheme == "file"  # whose host, this machine, is part of the path to vLLM's loader
+            named = Path(url2pathname(url.path)).as_uri() if is_file else image.url
+            return await self._loader.fetch_image_async(named)
         except Exception as error:  # the library's loader: whatever a file or a host runs into
             raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
 
