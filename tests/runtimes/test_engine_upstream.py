@@ -141,6 +141,57 @@ async def test_prompts_of_completions(served: Served) -> None:
     assert len(scored["choices"][0]["logprobs"]["tokens"]) == len(ids)
 
 
+INFERENCE = "/inference/v1/generate"
+
+
+@in_module_loop
+async def test_most_tokens_of_vllms_endpoint(served: Served) -> None:
+    """An answer that names none had 16, and false was taken for 0, at which a prompt is scored."""
+    client = served[1]
+    asked: dict[str, Any] = {"token_ids": [5, 9], "output_mode": "text"}
+    guide = {"structured_outputs": {"regex": "[ab]{40}"}}
+    answer = await client.post(INFERENCE, json={**asked, "sampling_params": guide})
+    (choice,) = answer.json()["choices"]
+    assert (len(choice["text"]), choice["finish_reason"]) == (40, "stop")
+    for wrong in (False, 0.0, -1):
+        answer = await client.post(INFERENCE, json={**asked, "sampling_params": {"max_tokens": wrong}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling_params.max_tokens")
+
+
+@in_module_loop
+async def test_an_id_without_a_token_has_no_text(served: Served, tiny_model: Path) -> None:
+    """The answer was an error about a field that there is not, once all was computed."""
+    unknown = 1 + max(Prompts.load(tiny_model, None).tokenizer.get_vocab().values())
+    asked = {"input_ids": [5, unknown, 9], "return_logprob": True, "logprob_start_len": 0}
+    asked |= {"return_text_in_logprobs": True, "sampling_params": {"max_new_tokens": 1}}
+    answer = await served[1].post("/generate", json=asked)
+    assert answer.status_code == 200, answer.text
+    texts = [entry[1:] for entry in answer.json()["meta_info"]["input_token_logprobs"]]
+    assert texts[1] == [unknown, ""]
+    assert all(text for _, text in (texts[0], texts[2]))
+
+
+@pytest.mark.parametrize("logprobs", [0, 1])
+@in_module_loop
+async def test_offsets_behind_a_token_that_is_not_shown(served: Served, tiny_model: Path, logprobs: int) -> None:
+    """Its name counted, which the text does not have."""
+    vocabulary = Prompts.load(tiny_model, None).vocabulary
+    special = min(vocabulary.special_token_ids)
+    forced = [*vocabulary.encode("ab"), special, special, *vocabulary.encode("cd"), special, special]
+    asked: dict[str, Any] = {"prompt": "x", "max_tokens": len(forced), "logprobs": logprobs, "echo": True}
+    asked["logits_processors"] = [{"name": "forced_prefix", "args": {"token_ids": forced}}]
+    for shown in (False, True):
+        answer = await ask(served[1], COMPLETIONS, **asked, skip_special_tokens=not shown)
+        (choice,) = answer["choices"]
+        text, lists = choice["text"], choice["logprobs"]
+        name = vocabulary.decode([special])
+        assert text == f"xab{2 * name * shown}cd{2 * name * shown}"
+        assert lists["tokens"].count(name) == 4
+        ends = [*lists["text_offset"][1:], len(text)]
+        words = [text[start:end] for start, end in zip(lists["text_offset"], ends, strict=True)]
+        assert [word for word in words if word] == [token for token in lists["tokens"] if token in text and token]
+
+
 ERRORS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "model"),
     ({"top_p": 7}, 400, "top_p"),

@@ -14,7 +14,9 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.engines import TokenLogprob
 from worker.errors import InvalidRequest
+from worker.requests.prompt_scores import end_json
 from worker.runtimes.direct.request import parse
 from worker.runtimes.nats.batch.answerer import BatchAnswerer
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest
@@ -129,6 +131,54 @@ def test_log_probabilities_of_a_completion_are_four_lists() -> None:
         "token_logprobs": [-1.0, -2.0, -9999.0],
         "top_logprobs": [{" a": -1.0, "\ufffd": -1.0}, {"\ufffd": -1.0, " a": -1.0}, {"\ufffd": -1.0, " a": -1.0}],
         "text_offset": [0, 2, 2],
+    }
+
+
+@pytest.mark.parametrize(("body", "offsets"), [({}, [0, 1, 1]), ({"skip_special_tokens": False}, [0, 1, 4])])
+def test_a_token_that_is_not_shown_takes_no_place(body: dict[str, Any], offsets: list[int]) -> None:
+    parts = [b"a", b"<s>", b"b"]
+    chunk = {**LOGPROBS, "text": "ab" if not body else "a<s>b", "top_logprobs": [[]] * 3}
+    request = QueuedRequest("batch", 0, "one", COMPLETIONS)
+    answer = response_body(request, body, [chunk], parts.__getitem__, {1})
+    lists = answer["choices"][0]["logprobs"]
+    assert (lists["tokens"], lists["text_offset"]) == (["a", "<s>", "b"], offsets)
+
+
+def test_the_token_that_ended_a_completion_is_its_last() -> None:
+    """It was among the data of the response, which nobody had asked for."""
+    parts = [b"a", b"b", b"</s>"]
+    end = end_json([TokenLogprob(2, -1.0, 1), TokenLogprob(0, -2.0, 2)], parts.__getitem__)
+    chunk = {
+        "index": 0,
+        "text": "a",
+        "token_ids": [0],
+        "log_probs": [-1.0],
+        "finish_reason": "stop",
+        "engine_data": end,
+    }
+    found = [
+        response_body(QueuedRequest("batch", 0, "one", url), {}, [chunk], parts.__getitem__)
+        for url in (CHAT, COMPLETIONS)
+    ]
+    assert not any("nvext" in answer for answer in found)
+    assert found[1]["choices"][0]["logprobs"] == {
+        "tokens": ["a", "</s>"],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{"a": -1.0}, {"</s>": -1.0, "a": -2.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_each_choice_has_its_receipt() -> None:
+    """The first one alone had."""
+    said = [
+        {"index": index, "text": "", "token_ids": [], "engine_data": {"logits_processors": {"choice": index}}}
+        for index in (1, 0)
+    ]
+    request = QueuedRequest("batch", 0, "one", CHAT)
+    assert response_body(request, {}, said[1:], None)["nvext"] == {"engine_data": {"logits_processors": {"choice": 0}}}
+    assert response_body(request, {}, said, None)["nvext"] == {
+        "choices": [{"engine_data": {"logits_processors": {"choice": index}}} for index in (0, 1)]
     }
 
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from worker.engines import TokenDelta
 from worker.errors import InvalidRequest
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.request import parse
+from worker.text.stop_text import StopText
 
 PIECES = (b"a", b"b", b"ab", b" b", b"\xc3", b"\xa9", "é".encode(), b"", b"\xa9a")
 PROMPT = [0, 1, 2]
@@ -148,6 +150,36 @@ def test_the_worker_ends_an_answer_at_its_stop_strings() -> None:
     """Its request has them, too: else there is no receipt of an answer that one ends."""
     request = parse({"token_ids": PROMPT, "stop_conditions": {"stop": ["ab"]}}, TOKENIZER)
     assert request.fields["stop_conditions"]["stop"] == ["ab"] == list(request.stops)
+
+
+def ended(token_ids: list[int], stops: list[str], least: int) -> bool:
+    """Whether the worker ends an answer within these tokens."""
+    stop_text = StopText(PIECES, stops, least)
+    stop_text.end(TokenDelta(list(token_ids)))
+    return stop_text.found
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 3, 6]), min_size=1, max_size=16), STOPS, st.integers(0, 6), st.integers(0, 8))
+@example([0, 1, 0, 1], ["ba"], 3, 0)
+def test_the_text_ends_where_the_worker_ends_it(
+    token_ids: list[int], stops: list[str], least: int, num_begun: int
+) -> None:
+    """A stop string that began before min_tokens ended the text, and the worker went on: the
+    answer had no receipt.
+    """
+    begun, rest = token_ids[:num_begun], token_ids[num_begun:]
+    if ended(begun, stops, least) or not rest:
+        return
+    delta = TokenDelta(list(rest))
+    stop_text = StopText(PIECES, stops, least, begun)
+    stop_text.end(delta)
+    continues = {"token_ids": PROMPT + begun, "continues": {"generated_tokens": len(begun)}} if begun else {}
+    choice = choice_of({"stop_conditions": {"stop": stops, "min_tokens": least}, **continues})
+    choice.chunk({"token_ids": delta.token_ids, "index": 0})
+    assert choice.has_stopped == stop_text.found
+    before = choice_of({"stop_conditions": {"stop": stops, "min_tokens": least}, **continues})
+    before.chunk({"token_ids": delta.token_ids[:-1], "index": 0})
+    assert not before.has_stopped
 
 
 def test_an_empty_stop_string_is_refused() -> None:

@@ -220,6 +220,34 @@ def test_the_end_token_takes_no_place_in_the_text() -> None:
     }
 
 
+def test_ids_may_stand_for_the_texts_of_all_tokens() -> None:
+    """Those of the prompt and the end token had texts among the ids of the others."""
+    prompt = {"nvext": scored([5, 6, 7], 1, lambda token: bytes([65 + token]))["nvext"]}
+    answered = {"tokens": ["token_id:11"], "token_logprobs": [-1.0]}
+    answered["top_logprobs"] = [[{"token": "token_id:11", "logprob": -1.0}]]
+    first = {**text_chunk("b", logprobs=answered), **prompt}
+    end = end_json([entry(2), entry(0)], lambda token: b"</s>")
+    last = {**text_chunk("", finish_reason="stop", logprobs=None), "nvext": {"engine_data": end}}
+    found = answer({"echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}, first, last)
+    lists = {name: [one for each in found for one in each["logprobs"][name]] for name in found[0]["logprobs"]}
+    assert lists["tokens"] == ["token_id:5", "token_id:6", "token_id:7", "token_id:11", "token_id:2"]
+    assert lists["text_offset"] == [0, 10, 20, 30, 41]
+    assert [*lists["top_logprobs"][1]] == ["token_id:6", "token_id:0"]
+    assert [*lists["top_logprobs"][4]] == ["token_id:2", "token_id:0"]
+    assert found[0]["text"] == "FGHb"
+
+
+def test_a_scored_prompt_has_no_ids_of_an_answer() -> None:
+    """nvext had that of the token that is asked for since there is no less."""
+    asked = {"max_tokens": 0, "return_token_ids": True, "nvext": {"extra_fields": ["completion_token_ids"]}}
+    made = PromptAnswer(Asked.completion({**ASKED, **asked}), 0)
+    data = {"rollout": json.dumps({"prompt_token_ids": [5, 6, 7], "token_ids": [9]})}
+    (chunk,) = made.take({**text_chunk("b", finish_reason="length"), "nvext": {"engine_data": data}})
+    (choice,) = chunk["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [5, 6, 7])
+    assert chunk["nvext"] == {"completion_token_ids": []}
+
+
 PROMPTS: dict[str, tuple[Any, int]] = {
     "text": ("a", 1),
     "ids": ([1, 2], 1),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 from effort import examples
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 
 from worker.arguments import parse_arguments
 from worker.engines.images import ImageInput, ImageSources, check_pixels, data_url, image_sources, read_images
+from worker.engines.vllm.images import Images
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.requests.request import RequestLimits, parse_request
 
@@ -101,6 +105,32 @@ def test_where_they_may_come_from(files: ImageSources, tmp_path: Path, url: str,
                 sources.check(image)
 
 
+class Connector:
+    """vLLM's loader: the paths of the files that it would read."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    async def fetch_image_async(self, url: str) -> str:
+        parts = urlsplit(url)
+        return url2pathname(parts.netloc + parts.path) if parts.scheme == "file" else url
+
+
+@pytest.mark.parametrize("host", ["", "localhost"])
+async def test_vllm_reads_the_file_that_was_checked(
+    files: ImageSources, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """The host was the beginning of its path."""
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.media", SimpleNamespace(MediaConnector=Connector))
+    monkeypatch.setattr("worker.engines.vllm.images.importlib.import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("worker.engines.vllm.images.check_pixels", lambda images: None)
+    images = Images(files, SimpleNamespace(is_multimodal_model=True), "0.0")
+    assert files.directory is not None
+    path = files.directory / "inner" / "a.png"
+    asked = [ImageInput("here", path.as_uri().replace("//", f"//{host}", 1)), ImageInput("there", PIXEL)]
+    assert await images.load(asked) == [str(path), PIXEL]
+
+
 class Opened:
     """What Pillow opens of a file whose text is its width and height."""
 
@@ -126,6 +156,22 @@ def test_pixels_are_bounded_for_all_pictures_of_a_request(tmp_path: Path, monkey
         check_pixels([ImageInput(f"at[{i}]", url) for i, url in enumerate([*urls, data_url(b"1 1")])])
 
 
+@pytest.mark.parametrize("write", [str.upper, str.capitalize, " {}".format])
+@pytest.mark.parametrize("scheme", ["data", "file"])
+def test_pixels_count_however_a_scheme_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, write: Callable[[str], str]
+) -> None:
+    """The loaders read such URLs: 256 pictures of 2^27 pixels passed."""
+    monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "PIL.Image", SimpleNamespace(open=Opened))
+    (tmp_path / "a.png").write_bytes(b"16384 16385")
+    url = data_url(b"16384 16385") if scheme == "data" else (tmp_path / "a.png").as_uri()
+    image = ImageInput("here", write(scheme) + url.removeprefix(scheme))
+    ImageSources(tmp_path).check(image)
+    with pytest.raises(InvalidRequest, match=r"^here: has more pixels than"):
+        check_pixels([image])
+
+
 def test_options(tmp_path: Path) -> None:
     def sources(*flags: str) -> ImageSources | None:
         return image_sources(parse_arguments(["--engine", "vllm", "--model-path", "/m", *flags], {}))
@@ -134,6 +180,9 @@ def test_options(tmp_path: Path) -> None:
     assert sources("--enable-multimodal") == sources("--modality", "multimodal") == ImageSources()
     given = sources("--modality", "multimodal", "--allowed-local-media-path", str(tmp_path))
     assert given == ImageSources(tmp_path)
+    found = sources("--modality", "multimodal", "--allowed-media-domains", "Pictures.example")
+    assert found is not None
+    found.check(ImageInput("here", "https://Pictures.Example/a.png"))
     with pytest.raises(ConfigurationError, match="is not a directory"):
         sources("--modality", "multimodal", "--allowed-local-media-path", str(tmp_path / "none"))
     for flags, problem in (

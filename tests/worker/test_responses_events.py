@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from responses_oracle import check_stream, checked_event, checked_response
 
+from adapters.calls import FORMATS
+from worker.frontdoor.calls import CallParser
 from worker.frontdoor.chat_stream import assembled
 from worker.frontdoor.errors import FieldRefused, Refused
+from worker.frontdoor.openengine.answer import AnswerForm
+from worker.frontdoor.openengine.body import AskedAnswer
+from worker.frontdoor.openengine.thinking import PARSERS, ThinkingSplit
 from worker.frontdoor.responses.answer import Answer
 from worker.frontdoor.responses.kinds import LOGPROBS
+from worker.frontdoor.responses.output_items import OutputItems
 from worker.frontdoor.responses.outputs import Event
 from worker.frontdoor.responses.response import Response, new_response
+from worker.frontdoor.tool_stage import ToolStage
 
 USAGE = {
     "prompt_tokens": 7,
@@ -180,6 +188,44 @@ def test_a_chunk_may_have_the_end_of_the_reasoning_and_the_text() -> None:
     )
     final: Any = check_stream(events)
     assert [each.token for each in final.output[1].content[0].logprobs] == ["\n", "\nA"]
+
+
+THOUGHT = [b"Hm", b".", b"</think>"]
+
+
+@given(
+    answer=st.text("aé\u65e5 ", min_size=1, max_size=8).map(str.encode),
+    sizes=st.lists(st.integers(1, 5), max_size=6),
+    calls=st.booleans(),
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_log_probabilities_of_a_message_have_no_thinking(answer: bytes, sizes: list[int], calls: bool) -> None:
+    """Those of the tag did, and of thoughts that came with the text: workers put several tokens
+    into one chunk.
+    """
+    tokens = [*THOUGHT, *(answer[start : start + 2] for start in range(0, len(answer), 2))]
+    split = ThinkingSplit(PARSERS["deepseek_r1"], is_inside=True)
+    form = AnswerForm(AskedAnswer({}, is_chat=True, model="m"), "1", 0, tokens.__getitem__, split)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    stage = ToolStage(lambda: CallParser(FORMATS["hermes"], {}))
+    items, at = OutputItems(0), 0
+    for size in [*sizes, len(tokens)]:
+        ids = list(range(at, min(at + size, len(tokens))))
+        at += len(ids)
+        text = decoder.decode(b"".join(tokens[each] for each in ids))
+        made = {"token_ids": ids, "text": text, "log_probs": [-1.0] * len(ids), "top_logprobs": [[]] * len(ids)}
+        made |= {"finish_reason": "stop"} if at == len(tokens) else {}
+        for event in form.events(made):
+            for each in stage.feed(event) if calls else [event]:
+                for choice in each["choices"]:
+                    list(items.events(choice))
+        if at == len(tokens):
+            break
+    list(items.end("completed"))
+    *_, message = items.items
+    (part,) = message["content"]
+    assert part["text"] == answer.decode()
+    assert b"".join(bytes(each["bytes"]) for each in part["logprobs"]) == answer
 
 
 def test_receipts_come_with_the_response() -> None:

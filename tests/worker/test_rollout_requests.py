@@ -210,6 +210,14 @@ def test_fields_of_vllm_are_read_or_refused_by_name(fields: dict[str, Any]) -> N
     assert field is not None or "unknown" not in {*fields, *fields["sampling_params"]}
 
 
+@pytest.mark.parametrize("params", [{}, {"max_tokens": None}])
+def test_max_tokens_of_vllm_is_the_context_by_default(params: dict[str, Any]) -> None:
+    """An answer that names none ended after 16 tokens."""
+    read = inference_request.read({"token_ids": [5], "sampling_params": params})
+    assert "max_tokens" not in read.completion
+    assert read.completion["temperature"] == 1.0
+
+
 @pytest.mark.parametrize("schema", ['{"const": NaN}', '{"maximum": 1e999}', '{"type": "array", "type": "object"}', "{"])
 def test_a_schema_that_two_parsers_read_differently(schema: str) -> None:
     fields = {"text": "a", "sampling_params": {"json_schema": schema}}

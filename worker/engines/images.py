@@ -52,7 +52,7 @@ class ImageSources:
 
     Attributes:
         directory: Directory whose files requests may name, None for no files.
-        hosts: Names of the hosts that are asked for pictures.
+        hosts: Names of the hosts that are asked for pictures, in lower case.
     """
 
     directory: Path | None = None
@@ -133,15 +133,18 @@ def check_pixels(images: Sequence[ImageInput]) -> None:
 
 
 def _num_pixels(url: str) -> int:
-    """Pixels of a file, 0 where there is none that can be read: the loader says so."""
+    """Pixels of a file, 0 where there is none that can be read: the loader says so. Loaders read a
+    scheme in capitals, too.
+    """
     file: Any
-    if url.startswith("data:"):
+    parts = urlsplit(url)
+    if parts.scheme == "data":
         try:
             file = io.BytesIO(base64.b64decode(url.partition(",")[2]))
         except ValueError:
             return 0
-    elif url.startswith("file:"):
-        file = Path(url2pathname(urlsplit(url).path))
+    elif parts.scheme == "file":
+        file = Path(url2pathname(parts.path))
     else:
         return 0
     with contextlib.suppress(Exception):  # Pillow's, of whatever is in the file
@@ -172,4 +175,4 @@ def image_sources(arguments: Arguments) -> ImageSources | None:
     directory = None if arguments.allowed_local_media_path is None else Path(arguments.allowed_local_media_path)
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"--allowed-local-media-path {directory}: is not a directory")
-    return ImageSources(directory, frozenset(arguments.allowed_media_domains))
+    return ImageSources(directory, frozenset(host.lower() for host in arguments.allowed_media_domains))

@@ -151,12 +151,15 @@ def taken_data(chunk: dict[str, Any]) -> dict[str, Any]:
     return data if matched is None else {**data, MATCHED: matched}
 
 
-def empty_returned(choice: dict[str, Any]) -> None:
-    """Take out of a choice what it has of the tokens of an answer that is not wanted."""
-    if TOKEN_IDS in choice:
-        choice[TOKEN_IDS] = []
-    if TRAIN_LOGPROBS in choice:
-        choice[TRAIN_LOGPROBS] = {key: [] for key in TRAIN_KEYS}
+def empty_returned(chunk: dict[str, Any]) -> None:
+    """Take out of a chunk what it has of the tokens of an answer that is not wanted."""
+    for choice in chunk.get("choices") or ():
+        if TOKEN_IDS in choice:
+            choice[TOKEN_IDS] = []
+        if TRAIN_LOGPROBS in choice:
+            choice[TRAIN_LOGPROBS] = {key: [] for key in TRAIN_KEYS}
+    if COMPLETION_TOKEN_IDS in (chunk.get("nvext") or {}):
+        chunk["nvext"][COMPLETION_TOKEN_IDS] = []
 
 
 def join_returned(choice: dict[str, Any], delta: Mapping[str, Any]) -> None:

@@ -48,6 +48,11 @@ class Texts:
                 raise FieldRefused(f"tokens[{i}]", f"must be a token id below {self._size}, got {each}")
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
+    async def token_text(self, token_id: int) -> str:
+        """The text of one token, empty for an id without a token. Raises `Refused`."""
+        tokenizer = await self.tokenizer()
+        return str(tokenizer.decode([token_id], skip_special_tokens=False))
+
     async def token_texts(self, ids: list[int]) -> list[str]:
         """The vocabulary's text of each token. Raises `FieldRefused`: there is no tokenizer."""
         try:

@@ -23,7 +23,7 @@ class AnswerText:
 
     Attributes:
         is_too_short: Set before a token is added: whether a stop string that it completes is
-            ignored.
+            ignored, and one that begins before the end of it, as at Dynamo's frontend.
         stopped_by: The stop string, None while there is none.
         num_tokens: Tokens of the answer: those before the stop string and without a part of it or,
             if it is included, up to the one that completes it.
@@ -43,6 +43,7 @@ class AnswerText:
         self._include = include
         self.is_too_short = False
         self._floor = 0  # stop strings that end at or before it are ignored
+        self._first = 0  # those that begin before it, too
         self._ends: list[int] = []  # for each token, the offset of the end of its last character
         self._later: list[int] = []  # tokens decoded lazily, when the text is read and there are no stop strings
         self._text = ""
@@ -79,14 +80,17 @@ class AnswerText:
             return self.shown
         return self._text[: self._ends[num_tokens - 1]] if num_tokens else ""
 
-    def resume(self, token_ids: Sequence[int]) -> int:
+    def resume(self, token_ids: Sequence[int], num_too_short: int = 0) -> int:
         """Take the tokens of the answer so far, before any other: a stop string may have begun in
-        them, and none ends there. Returns how many characters were shown with them.
+        them behind the first `num_too_short`, and none ends there. Returns how many characters were
+        shown with them.
         """
         if token_ids:
             self.num_tokens += len(token_ids)
-            self._text = self._pieces.append(*token_ids)
-            self._begun.append(self._stops.tail(self._text))
+            self._text = self._pieces.append(*token_ids[:num_too_short])
+            self._first = len(self._text)
+            self._text += self._pieces.append(*token_ids[num_too_short:])
+            self._begun.append(self._stops.tail(self._text[self._first :]))
             self._floor = len(self._text)
             self._ends += [self._num_final] * len(token_ids)
         return len(self._text) + (self._pieces.num_held_back if self._stops else 0)
@@ -117,12 +121,13 @@ class AnswerText:
 
     def _add(self, piece: str) -> None:
         self._text += piece
-        self._begun.append(piece)
         if self.is_too_short:
-            self._floor = len(self._text)
+            self._floor = self._first = len(self._text)
+        else:
+            self._begun.append(piece)
 
     def _stop(self) -> bool:
-        found = self._stops.first(self._text, self._floor)
+        found = self._stops.first(self._text, self._floor, self._first)
         if found is None:
             self._floor = len(self._text)
             return False

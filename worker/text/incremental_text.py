@@ -68,9 +68,11 @@ class IncrementalText:
 
     def _move_window(self) -> None:
         if self._cut and len(self._tokens) > _WINDOW:
-            del self._tokens[: self._cut]
-            self._cut = 0
-            self._text = self._decode(self._tokens)
+            kept, before = self._tokens[self._cut :], self._tokens[: self._cut]
+            self._text = self._decode(kept)
+            if not self._text:  # special tokens alone: the next token would begin a text, and lose its space
+                kept, self._text = before, self._decode(before)
+            self._tokens, self._cut = kept, 0
             self._num_given = len(self._text)
         if not self._cut and len(self._tokens) >= _WINDOW // 2:
             self._cut = len(self._tokens)

@@ -24,7 +24,7 @@ class StopStrings(Generic[AnyStr]):
         """The end of `text` in which a stop string may begin that later text completes."""
         return text[-self._reach :] if self._reach else text[:0]
 
-    def first(self, text: AnyStr, after: int = 0) -> tuple[int, int] | None:
+    def first(self, text: AnyStr, after: int = 0, begin: int = 0) -> tuple[int, int] | None:
         """Start and end of the stop string in `text` that ends first; None if there is none.
 
         The longest counts where several end together.
@@ -32,10 +32,11 @@ class StopStrings(Generic[AnyStr]):
         Args:
             text: The text.
             after: Offset in `text`; stop strings that end there or before are ignored.
+            begin: Offset in `text`; stop strings that begin before it are ignored.
         """
         found: list[tuple[int, int]] = []
         for stop in self._stops:
-            start = text.find(stop, max(0, after + 1 - len(stop)))
+            start = text.find(stop, max(begin, after + 1 - len(stop)))
             if start >= 0:
                 found.append((start + len(stop), start))
         end, start = min(found, default=(-1, -1))

@@ -139,6 +139,19 @@ def test_a_stop_string_before_the_least_length_is_text() -> None:
     assert (answer.text, answer.num_tokens) == ("x.x", 3)
 
 
+def test_a_stop_string_that_begins_before_the_least_length_is_text() -> None:
+    """As at Dynamo's frontend, and nothing is held back for it."""
+    answer = AnswerText(lambda ids: bytes(ids).decode(), ["END"])
+    ends = []
+    for count, token_id in enumerate(b"xENDEND", 1):
+        answer.is_too_short = count < 3
+        ends.append(answer.append(token_id))
+        if count < 5:
+            assert answer.shown == "xEND"[:count]
+    assert ends == [False] * 6 + [True]
+    assert (answer.text, answer.num_tokens) == ("xEND", 4)
+
+
 @pytest.mark.parametrize(("include", "text", "tokens"), [(False, "a", 1), (True, "ab", 2)])
 def test_the_tail_of_a_token_after_the_stop_string_goes(include: bool, text: str, tokens: int) -> None:
     answer = AnswerText(lambda ids: "".join(["a", "bc"][one] for one in ids), ["b"], include=include)
@@ -248,6 +261,17 @@ def test_bytes_after_a_stray_one_give_the_whole_text(
     text = IncrementalText(decode)
     pieces = [text.append(token_id) for token_id in ids]
     assert "".join(pieces) + text.finish() == decode(ids)
+
+
+@pytest.mark.parametrize("num_special", [1, 8, 16, 17, 100])
+def test_a_space_behind_tokens_without_a_text_stays(num_special: int) -> None:
+    """Tokenizers drop one at the beginning of a text, and the window had nothing else in it."""
+    counted = Counted(byte_fallback())
+    ids = [WORD] * 9 + [SPECIAL] * num_special + [WORD] + [SPECIAL] * num_special + [WORD]
+    text = IncrementalText(counted)
+    pieces = [text.append(token_id) for token_id in ids]
+    assert "".join(pieces) + text.finish() == byte_fallback()(ids) == " ".join(["word"] * 11)
+    assert counted.most <= 64
 
 
 def test_a_stop_string_is_found_behind_stray_bytes() -> None:

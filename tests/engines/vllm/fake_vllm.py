@@ -24,6 +24,8 @@ from worker.engines.vllm.package import Package
 
 VOCAB_SIZE = 64
 EOS = 1
+PICTURE, PICTURE_TOKENS = 7, 20
+"""Id of a picture's tokens, and how many it becomes beside its place."""
 CONTEXT = 96
 CONFIG = SimpleNamespace(
     use_v2_model_runner=False,
@@ -140,7 +142,8 @@ class FakeLlm:
         self.params.append(params)
         self.hints.append(hints)
         self.output_handler = self.output_handler or asyncio.create_task(asyncio.sleep(3600))
-        given, output = list(prompt["prompt_token_ids"]), list[int]()
+        pictures = prompt.get("multi_modal_data", {}).get("image", ())
+        given, output = [*[PICTURE] * PICTURE_TOKENS * len(pictures), *prompt["prompt_token_ids"]], list[int]()
         batch = Indexed(self._receiver, RowEditor([]))
         request = batch.new(params, given, output)  # type: ignore[arg-type]
         batch.requests = {} if request is None else {0: request}
@@ -213,6 +216,7 @@ class FakeLlm:
         return SimpleNamespace(
             outputs=[choice],
             finished=reason is not None,
+            prompt_token_ids=given,
             prompt_logprobs=scores,
             num_cached_tokens=3,
             metrics=times,

@@ -5,14 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import EOS, VOCAB_SIZE, Busy, Died, FakeLlm, collect, package, raw_logits, running
+from fake_vllm import (
+    CONTEXT,
+    EOS,
+    PICTURE_TOKENS,
+    VOCAB_SIZE,
+    Busy,
+    Died,
+    FakeLlm,
+    collect,
+    package,
+    raw_logits,
+    running,
+)
 
 from adapters.basic import ForcedSequenceProcessor
 from adapters.chain import ProcessorChain
-from adapters.contract import Context, Processor, ShapingProcessor
+from adapters.contract import Context, Edit, Force, Processor, Reads, ShapingProcessor, Stage, SteeringProcessor
 from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.masks import BannedTokens
 from adapters.processors.penalties import PresencePenalty, RepetitionPenalty
@@ -21,6 +35,7 @@ from adapters.trtllm import create_trtllm_adapters
 from adapters.vllm.reports import MAX_RECEIPTS, REPORTS, Reports
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, KeepKv, RequestHints
+from worker.engines.images import ImageInput
 from worker.engines.vllm import VllmConfig, VllmEngine
 from worker.engines.vllm.core_reports import CoreReports
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, RequestFailed, StartupError
@@ -127,6 +142,41 @@ async def test_an_answer_that_the_worker_ends_has_its_receipt(max_tokens: int) -
         await engine.add_receipt("r", first, len(PROMPT))
         await asyncio.gather(*engine._drops)
         assert not REPORTS._chains
+
+
+class ForceLast(SteeringProcessor):
+    """Forces token 42 as the last of so many."""
+
+    name = "force_last"
+    stage = Stage.FORCE
+    reads = Reads.GENERATED
+    counts_down = True
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def edit(self) -> Edit | None:
+        return Force(42) if self.num_generated == self._most - 1 else None
+
+
+@pytest.mark.parametrize(("max_tokens", "fits"), [(CONTEXT - len(PROMPT) - PICTURE_TOKENS, True), (90, False)])
+async def test_a_countdown_beside_pictures_has_its_room(max_tokens: int, fits: bool) -> None:
+    """Pictures became tokens, and the context ended the answer before its last phrase."""
+    plain = replace(request(max_tokens=max_tokens, ignore_eos=True), images=(ImageInput("here", "data:,"),))
+    counted = replace(plain, chain=chain(ForceLast(max_tokens)))
+    async with running() as (engine, _):
+        engine._images = SimpleNamespace(load=loaded)  # type: ignore[assignment]
+        assert (await collect(engine, plain)).num_prompt_tokens == len(PROMPT) + PICTURE_TOKENS
+        if not fits:
+            with pytest.raises(InvalidRequest, match=r"^stop_conditions\.max_tokens: must be at most 73: force_last "):
+                await collect(engine, counted)
+            return
+        found = await collect(engine, counted)
+    assert (len(found.token_ids), found.token_ids[-1]) == (max_tokens, 42)
+
+
+async def loaded(images: Sequence[ImageInput]) -> list[str]:
+    return [image.url for image in images]
 
 
 async def test_a_seed_fixes_the_tokens_of_each_choice() -> None:

@@ -27,7 +27,7 @@ from worker.engines.vllm.core_reports import CoreReports
 from worker.engines.vllm.deltas import Reader
 from worker.engines.vllm.description import describe
 from worker.engines.vllm.grammar_waits import GrammarWaits
-from worker.engines.vllm.images import Images, processor_refusal
+from worker.engines.vllm.images import Images, check_room, processor_refusal
 from worker.engines.vllm.kv_connector import transfer_config
 from worker.engines.vllm.kv_events import KvEvents
 from worker.engines.vllm.kv_transfer import KEEP, PARAMS, KvTransfers
@@ -231,6 +231,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                 self._drop_report(running.report)
             raise
         except InvalidRequest as error:
+            if running.report is not None:
+                self._drop_report(running.report)
             running.fail(error)
         except self._package.dead_error as error:
             self._break(f"vLLM's engine died: {one_line(error)}")
@@ -262,6 +264,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
     async def _follow(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> bool:
         """Put vLLM's outputs into the stream; False if the KV that it waited for did not come."""
         assert self._served is not None
+        assert self._info is not None
         params, name = request.params, f"{request.id}-{next(self._numbers)}"
         carried = shipped(native, name, self._served.eos_token_ids)
         running.report = None if carried is None else name
@@ -288,6 +291,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
                 if images:
                     delta.num_prompt_tokens = len(output.prompt_token_ids) - len(request.generated_token_ids)
                     running.num_added = len(output.prompt_token_ids) - len(request.token_ids)
+                    check_room(native.chain, params.max_tokens, delta.num_prompt_tokens, self._info.context_length)
                 if carried is not None:
                     end = len(request.token_ids) + running.num_added + reader.num_sent
                     await self._confirm(running, delta, output.outputs[0].token_ids, end, carried)

@@ -6,8 +6,12 @@ import asyncio
 import importlib
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
+from adapters.chain import ProcessorChain
 from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels
 from worker.errors import InvalidRequest, StartupError, one_line
 
@@ -47,9 +51,32 @@ class Images:
 
     async def _read(self, image: ImageInput) -> Any:
         try:
-            return await self._loader.fetch_image_async(image.url)
+            url = urlsplit(image.url)
+            is_file = url.scheme == "file"  # whose host, this machine, is part of the path to vLLM's loader
+            named = Path(url2pathname(url.path)).as_uri() if is_file else image.url
+            return await self._loader.fetch_image_async(named)
         except Exception as error:  # the library's loader: whatever a file or a host runs into
             raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
+
+
+def check_room(chain: ProcessorChain | None, max_tokens: int | None, num_prompt_tokens: int, context: int) -> None:
+    """Refuse processors that count down to an end of the answer beyond that of the context: they do
+    not know how many tokens the pictures became.
+
+    Args:
+        chain: Processors of the request, None without any.
+        max_tokens: Most tokens of the answer that they know of.
+        num_prompt_tokens: Tokens of the prompt, with those of its pictures.
+        context: Longest prompt + answer, tokens.
+
+    Raises:
+        InvalidRequest: the answer may end before they expect it.
+    """
+    names = [] if chain is None else [member.name for member in chain.members if member.processor.counts_down]
+    room = context - num_prompt_tokens
+    if names and (max_tokens is None or max_tokens > room):
+        problem = f"must be at most {room}: {', '.join(names)} counts down to it, and the prompt with its pictures"
+        raise InvalidRequest("stop_conditions.max_tokens", f"{problem} leaves no more of the context of {context}")
 
 
 def processor_refusal(error: BaseException) -> InvalidRequest | None:

@@ -81,6 +81,11 @@ class Asked:
             has_usage=_usage(fields, is_streamed),
         )
 
+    @property
+    def names_ids(self) -> bool:
+        """Whether the texts of tokens are ``token_id:`` and the id."""
+        return self.fields.get("return_tokens_as_token_ids") is True
+
     def num_alternatives(self, prompt: Prompt) -> int | None:
         """Alternatives per token of the prompt that the worker is asked for, None if it is not."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]

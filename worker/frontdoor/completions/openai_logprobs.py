@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+HIDDEN = "hidden"
+"""Key of a list in a chunk of workers behind OpenEngine: which tokens the text leaves out."""
+
 Alternatives = Iterable[tuple[str, float]]
 """Texts of tokens and their log probabilities."""
 
@@ -79,6 +82,11 @@ class Offsets:
         self._num_held = 0  # characters that are held back
         self._num_parts = 0  # those behind them that may still be parts of one
 
+    @property
+    def next(self) -> int:
+        """The offset of a token that adds nothing to the text."""
+        return self.length + self._num_held
+
     def of(self, name: str, token: str) -> int:
         """The offset of the next token.
 
@@ -112,14 +120,15 @@ def of_answer(found: Mapping[str, Any], offsets: Offsets) -> dict[str, list[Any]
     said = [str(token) for token in found.get("tokens") or ()]
     rounded = found.get("token_logprobs") or [None] * len(said)
     tops = found.get("top_logprobs") or [[]] * len(said)
+    hides = found.get(HIDDEN) or [False] * len(said)
     tokens, logprobs, alternatives, begins = [], [], [], []
-    for name, value, top in zip(said, rounded, tops, strict=True):
+    for name, value, top, is_hidden in zip(said, rounded, tops, hides, strict=True):
         others = _alternatives(top or ())
         token, logprob = _exact(name, value, others)
         tokens.append(token)
         logprobs.append(logprob)
         alternatives.append(by_text(token, logprob, others))
-        begins.append(offsets.of(name, token))
+        begins.append(offsets.next if is_hidden else offsets.of(name, token))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,

@@ -60,6 +60,8 @@ class PromptAnswer:
         """The client's chunks for the next one of the frontend, which is changed."""
         self._data.take(chunk)
         found = WorkerData.taken_from(chunk)
+        if self._asked.is_scored_only:
+            empty_returned(chunk)
         if chunk.get("usage"):
             self.usage = self._own_usage(chunk["usage"])
             chunk["usage"] = None
@@ -95,7 +97,6 @@ class PromptAnswer:
         text: str = choice.get("text") or ""
         if asked.is_scored_only:
             text, found, state.end = "", None, None
-            empty_returned(choice)
             if choice.get("finish_reason") != ABORT:
                 choice["finish_reason"] = "length" if choice.get("finish_reason") else None
         choice["index"] += self._index * asked.num_choices
@@ -107,7 +108,8 @@ class PromptAnswer:
             extend(logprobs, of_answer(found, state.offsets))
         choice["text"] += text
         if asked.logprobs is not None and choice.get("finish_reason") and state.end is not None:
-            extend(logprobs, state.end.in_openai_form(asked.logprobs, state.offsets.length))
+            end = state.end.in_openai_form(asked.logprobs, state.offsets.length, names_ids=asked.names_ids)
+            extend(logprobs, end)
         choice["logprobs"] = None if asked.logprobs is None else logprobs
 
     def _begin(self, choice: dict[str, Any], logprobs: dict[str, list[Any]], state: _Choice) -> None:
@@ -123,7 +125,9 @@ class PromptAnswer:
             choice["text"] = scores.text()
         state.offsets.length = len(choice["text"])
         if asked.logprobs is not None and scores is not None:
-            extend(logprobs, scores.in_openai_form(asked.logprobs, choice["text"]))
+            extend(logprobs, scores.in_openai_form(asked.logprobs, choice["text"], names_ids=asked.names_ids))
+            if asked.names_ids:
+                state.offsets.length = sum(map(len, logprobs["tokens"]))
 
 
 def no_scores() -> Refused:

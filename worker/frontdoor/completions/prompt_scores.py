@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from worker.frontdoor.completions.openai_logprobs import by_text, text_offsets
@@ -43,17 +44,18 @@ class EndToken:
 
     token: Entry
 
-    def in_openai_form(self, count: int, end: int) -> dict[str, list[Any]]:
+    def in_openai_form(self, count: int, end: int, *, names_ids: bool = False) -> dict[str, list[Any]]:
         """The form of OpenAI's completions, in which it takes no place in the text.
 
         Args:
             count: Alternatives.
             end: Length of the text.
+            names_ids: Whether the texts of tokens are ``token_id:`` and the id.
         """
         (entries,) = _within([self.token], [self.token["logprobs"]], count)
         assert entries is not None
-        logprob, top = _of_position(self.token, entries)
-        text = str(self.token.get("decoded_token", ""))
+        logprob, top = _of_position(self.token, entries, names_ids)
+        text = _name(self.token["token_id"], self.token, names_ids)
         return {"tokens": [text], "token_logprobs": [logprob], "top_logprobs": [top], "text_offset": [end]}
 
 
@@ -86,23 +88,27 @@ class PromptScores:
             for entries in _within(self.tokens, self.positions, count)
         ]
 
-    def in_openai_form(self, count: int, text: str) -> dict[str, list[Any]]:
+    def in_openai_form(self, count: int, text: str, *, names_ids: bool = False) -> dict[str, list[Any]]:
         """The form of OpenAI's completions; the first token's log probability is null.
 
         Args:
             count: Alternatives per token.
             text: Text of the prompt.
+            names_ids: Whether the texts of tokens are ``token_id:`` and the id, whose lengths then
+                count in offsets.
         """
-        tokens = [str(one.get("decoded_token", "")) for one in self.tokens]
+        tokens = [_name(one["token_id"], one, names_ids) for one in self.tokens]
         logprobs: list[float | None] = []
         tops: list[dict[str, float | None] | None] = []
         for here, entries in zip(self.tokens, _within(self.tokens, self.positions, count), strict=True):
-            logprob, top = (None, None) if entries is None else _of_position(here, entries)
+            logprob, top = (None, None) if entries is None else _of_position(here, entries, names_ids)
             logprobs.append(logprob)
             tops.append(top)
         whole = self.text()
         lead = len(whole) - len(text) if whole.endswith(text) else 0
         offsets = text_offsets(map(_bytes, self.tokens), 0, len(text), lead)
+        if names_ids:
+            offsets = list(accumulate(map(len, tokens[:-1]), initial=0))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def text(self) -> str:
@@ -125,11 +131,16 @@ def _within(
     return found
 
 
-def _of_position(here: Entry, entries: Mapping[str, Entry]) -> tuple[float, dict[str, float | None]]:
+def _of_position(here: Entry, entries: Mapping[str, Entry], names_ids: bool) -> tuple[float, dict[str, float | None]]:
     """Log probability of a token, and its entry of ``top_logprobs``."""
     logprob = float(entries[str(here["token_id"])]["logprob"])
-    others = ((str(one.get("decoded_token", "")), float(one["logprob"])) for one in entries.values())
-    return logprob, by_text(str(here.get("decoded_token", "")), logprob, others)
+    others = ((_name(token_id, one, names_ids), float(one["logprob"])) for token_id, one in entries.items())
+    return logprob, by_text(_name(here["token_id"], here, names_ids), logprob, others)
+
+
+def _name(token_id: int | str, token: Entry, names_ids: bool) -> str:
+    """Text of a token in OpenAI's form."""
+    return f"token_id:{token_id}" if names_ids else str(token.get("decoded_token", ""))
 
 
 def _bytes(token: Entry) -> bytes:

@@ -5,10 +5,11 @@ them.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.vocabulary import ReasoningTokens
+from worker.frontdoor.completions.openai_logprobs import HIDDEN
 from worker.frontdoor.openengine.body import AskedAnswer
 from worker.frontdoor.openengine.thinking import Part, ThinkingSplit
 from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
@@ -29,6 +30,7 @@ class AnswerForm:
         token_text: Text of each token.
         split: Separation of thinking, None where the text is the answer.
         reasoning: Counts the tokens of thinking, None as `split`.
+        hidden: Tokens that the text leaves out.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class AnswerForm:
         token_text: TokenText,
         split: ThinkingSplit | None = None,
         reasoning: ReasoningTokens | None = None,
+        hidden: Collection[int] = (),
     ) -> None:
         self._asked = asked
         self._token_text = token_text
         self._split = split
         self._reasoning = reasoning
+        self._hidden = hidden
         self._has_begun = False
         self._length = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -155,17 +159,22 @@ class AnswerForm:
             content = [{**e, **i, "top_logprobs": top} for e, i, top in zip(entries, ids, tops, strict=True)]
             return {"content": content, "refusal": None}
         names = [entry["token"] for entry in entries]
+        hides = [token_id in self._hidden and not self._asked.names_ids for token_id in chunk["token_ids"]]
         if not self._asked.names_ids:  # what each adds to the text: nothing before a character's last part
-            names = [self._decoder.decode(bytes(entry["bytes"])) for entry in entries]
+            names = [
+                entry["token"] if hidden else self._decoder.decode(bytes(entry["bytes"]))
+                for entry, hidden in zip(entries, hides, strict=True)
+            ]
         offsets = []
-        for name in names:
+        for name, hidden in zip(names, hides, strict=True):
             offsets.append(self._length)
-            self._length += len(name)
+            self._length += 0 if hidden else len(name)
         return {
             "tokens": names,
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
+            HIDDEN: hides,
         }
 
     def _entry(self, token_id: int, logprob: float) -> Document:

@@ -23,6 +23,7 @@ class OutputItems:
         self._open: OutputItem | None = None
         self._call_index = -1
         self._logprobs: list[Item] = []
+        self._before: list[Item] = []  # of the chunk with the newest reasoning, in which a message may begin
 
     @property
     def items(self) -> list[Item]:
@@ -40,7 +41,7 @@ class OutputItems:
         self._logprobs += _logprobs_of(choice, self._num_alternatives)
         if reasoning:
             yield from self._of_reasoning(reasoning)
-            self._logprobs = _last_tokens(self._logprobs, text or "")
+            self._before, self._logprobs = self._logprobs, []
         if text:
             yield from self._of_text(text)
         for call in calls or ():
@@ -65,6 +66,8 @@ class OutputItems:
         yield from self._open.add(text)
 
     def _of_text(self, text: str) -> Iterator[Event]:
+        if isinstance(self._open, ReasoningOutput):
+            self._logprobs = _last_tokens(self._before + self._logprobs, text)
         if not isinstance(self._open, MessageOutput):
             yield from self._opened(MessageOutput(len(self.items)))
         assert isinstance(self._open, MessageOutput)
@@ -110,11 +113,10 @@ def _logprobs_of(choice: Mapping[str, Any], num_alternatives: int) -> list[Item]
 
 def _last_tokens(logprobs: list[Item], text: str) -> list[Item]:
     """The log probabilities of the last tokens, as many as make ``text``."""
-    num_characters = 0
-    place = len(logprobs)
-    while place > 0 and num_characters < len(text):
+    num_bytes, place = len(text.encode()), len(logprobs)
+    while place > 0 and num_bytes > 0:
         place -= 1
-        num_characters += len(logprobs[place]["token"])
+        num_bytes -= len(logprobs[place]["bytes"])
     return logprobs[place:]
 
 

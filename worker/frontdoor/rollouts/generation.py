@@ -16,6 +16,7 @@ from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.frontdoor.returned_tokens import Body, joined_versions, taken_data
 from worker.frontdoor.summaries import Source, reply_of
+from worker.frontdoor.translated import is_zero
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS, TOP_LOGPROBS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, RANK, TOKEN_IDS, TOP, TRAIN_KEYS
 from worker.requests.token_weights import WEIGHTS
@@ -93,7 +94,7 @@ async def generate(
     Raises:
         Refused: a field is refused, or the answer ends before its end.
     """
-    is_scored_only = fields.get("max_tokens") == 0
+    is_scored_only = is_zero(fields.get("max_tokens"))
     annotations = [RETURN_TOKEN_IDS]
     if top is not None:
         annotations += [f"{LOGPROBS_MODE}train", f"{TOP_LOGPROBS}{top}"]

@@ -15,8 +15,10 @@ from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, flag
 from worker.frontdoor.values import keys_within, shown
 from worker.sampling import MAX_LOGPROBS
 
-DEFAULTS: Body = {**SGLANG_DEFAULTS, "max_tokens": 16}
-"""Fields of a completion that vLLM's ``SamplingParams`` gives a value if a client gives none."""
+DEFAULTS: Body = {name: value for name, value in SGLANG_DEFAULTS.items() if name != "max_tokens"}
+"""Fields of a completion that vLLM's ``SamplingParams`` gives a value if a client gives none; its
+server leaves ``max_tokens`` to the context.
+"""
 
 _GUIDES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
 

@@ -175,7 +175,7 @@ class _Form:
         return found
 
     async def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
-        text = await self._caller.door.texts.text([token_id]) if self._has_texts else None
+        text = await self._caller.door.texts.token_text(token_id) if self._has_texts else None
         return [logprob, token_id, text]
 
 

@@ -53,7 +53,7 @@ class ChoiceText:
             decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
             tokens, begin = request.fields["token_ids"], request.num_prompt_tokens
             self._text = AnswerText(decode, request.stops, include=request.include_stop, context=tokens[:begin])
-            self._sent_text = self._text.resume(tokens[begin:])
+            self._sent_text = self._text.resume(tokens[begin:], max(0, request.min_tokens - 1))
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """``chunk`` as it is sent; None if there is nothing to send yet. After a stop string the

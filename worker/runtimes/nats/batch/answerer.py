@@ -102,8 +102,9 @@ class BatchAnswerer:
         if any(chunk.get("finish_reason") in CUT_OFF for chunk in chunks):
             raise Returned
         # with log probabilities a long answer takes seconds
-        texts = token_text(self._messages.server.chains.vocabulary)
-        answer = await asyncio.to_thread(openai.response_body, request, body, chunks, texts)
+        vocabulary = self._messages.server.chains.vocabulary
+        texts, special = token_text(vocabulary), vocabulary.special_token_ids
+        answer = await asyncio.to_thread(openai.response_body, request, body, chunks, texts, special)
         return openai.result_line(request, 200, answer)
 
     async def _finish(self, running: RunningRequest, line: dict[str, Any], *, refused: bool = False) -> None:

@@ -6,13 +6,13 @@ Every field is honoured, without effect by nature, or refused with its name.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from adapters.client import from_openai_logit_bias
 from worker.errors import InvalidRequest, ServingError, shown
-from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
+from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, TokenText
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
@@ -138,7 +138,11 @@ def _joined(chosen: Any, processor: Message) -> Any:
 
 
 def response_body(
-    request: QueuedRequest, body: Mapping[str, Any], chunks: Iterable[Message], token_text: TokenText | None
+    request: QueuedRequest,
+    body: Mapping[str, Any],
+    chunks: Iterable[Message],
+    token_text: TokenText | None,
+    special_ids: Collection[int] = (),
 ) -> Any:
     """The response to a request, as OpenAI's endpoint would give it.
 
@@ -150,25 +154,30 @@ def response_body(
         body: JSON data of it.
         chunks: Chunks of the answer.
         token_text: Texts of tokens, None without a tokenizer.
+        special_ids: Ids of special tokens, which texts leave out unless they are asked for.
     """
+    hidden = () if body.get("skip_special_tokens") is False else special_ids
     text_of = cache(token_text or (lambda token_id: b""))  # most tokens come again and again
     choices: dict[int, Message] = {}
     prompt_tokens = completion_tokens = 0
     for chunk in chunks:
         choice = choices.setdefault(
-            chunk["index"], {"texts": [], "ids": [], "logprobs": [], "tops": [], "reason": None}
+            chunk["index"],
+            {"texts": [], "ids": [], "logprobs": [], "tops": [], "reason": None, "data": None, "end": None},
         )
         choice["texts"].append(chunk.get("text", ""))
         choice["ids"] += chunk["token_ids"]
         choice["logprobs"] += chunk.get("log_probs", ())
         choice["tops"] += chunk.get("top_logprobs", ())
         choice["reason"] = chunk.get("finish_reason", choice["reason"])
-        choice["engine_data"] = chunk.get("engine_data", choice.get("engine_data"))
+        data = dict(chunk.get("engine_data") or {})
+        choice["end"] = data.pop(END_TOKEN, None)
+        choice["data"] = data or choice["data"]
         if "completion_usage" in chunk:
             prompt_tokens = chunk["completion_usage"]["prompt_tokens"]
             completion_tokens += chunk["completion_usage"]["completion_tokens"]
     is_chat = request.url == CHAT
-    made = [_choice(index, choices[index], is_chat, text_of) for index in sorted(choices)]
+    made = [_choice(index, choices[index], is_chat, text_of, hidden) for index in sorted(choices)]
     name = "chatcmpl" if is_chat else "cmpl"
     response = {
         "id": f"{name}-{request_digest(request.custom_id, request.url, body)}",
@@ -182,18 +191,24 @@ def response_body(
             "total_tokens": prompt_tokens + completion_tokens,
         },
     }
-    receipts = [choices[index]["engine_data"] for index in sorted(choices)]
-    return response if receipts[0] is None else {**response, "nvext": {"engine_data": receipts[0]}}
+    found = [choices[index]["data"] for index in sorted(choices)]
+    extensions = [None if data is None else {"engine_data": data} for data in found]
+    if not any(extensions):
+        return response
+    return {**response, "nvext": extensions[0] if len(extensions) == 1 else {"choices": extensions}}
 
 
-def _choice(index: int, choice: Message, is_chat: bool, text_of: TokenText) -> Message:
+def _choice(index: int, choice: Message, is_chat: bool, text_of: TokenText, hidden: Collection[int]) -> Message:
     text = "".join(choice["texts"])
     logprobs = _logprobs(choice, text_of) if choice["logprobs"] else None
     if is_chat:
         content = None if logprobs is None else {"content": logprobs, "refusal": None}
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": content, "finish_reason": choice["reason"]}
-    lists = None if logprobs is None else _of_completion(logprobs, len(text))
+    hides = [token_id in hidden for token_id in choice["ids"]]
+    if choice["end"] is not None:  # log probabilities were asked for
+        logprobs, hides = [*(logprobs or ()), _end(choice["end"])], [*hides, True]
+    lists = None if logprobs is None else _of_completion(logprobs, hides, len(text))
     return {"index": index, "text": text, "logprobs": lists, "finish_reason": choice["reason"]}
 
 
@@ -212,15 +227,26 @@ def _token(text: bytes, logprob: float) -> Message:
     return {"token": text.decode(errors="replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text)}
 
 
-def _of_completion(entries: Iterable[Message], end: int) -> Message:
-    """The same in the form of OpenAI's completions; `end` is the length of the text.
+def _end(token: Mapping[str, Any]) -> Message:
+    """The same of the token that ended an answer without being shown, as the worker tells it."""
+    found: Mapping[str, Any] = token["logprobs"]
+    entries = {
+        token_id: _token(bytes(one.get("bytes", one.get("decoded_token", "").encode())), one["logprob"])
+        for token_id, one in found.items()
+    }
+    return {**entries[str(token["token_id"])], "top_logprobs": list(entries.values())}
+
+
+def _of_completion(entries: Iterable[Message], hides: Iterable[bool], end: int) -> Message:
+    """The same in the form of OpenAI's completions; `hides` tells which tokens the text leaves out,
+    and `end` is its length.
 
     A token that is part of a character begins where that does. Of alternatives with the same text
     there is the likeliest.
     """
     decoder, length = getincrementaldecoder("utf-8")("replace"), 0
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for entry in entries:
+    for entry, is_hidden in zip(entries, hides, strict=True):
         top = {entry["token"]: entry["logprob"]}
         for other in entry["top_logprobs"]:
             top[other["token"]] = max(other["logprob"], top.get(other["token"], other["logprob"]))
@@ -228,7 +254,7 @@ def _of_completion(entries: Iterable[Message], end: int) -> Message:
         lists["token_logprobs"].append(entry["logprob"])
         lists["top_logprobs"].append(top)
         lists["text_offset"].append(min(length, end))
-        length += len(decoder.decode(bytes(entry["bytes"])))
+        length += 0 if is_hidden else len(decoder.decode(bytes(entry["bytes"])))
     return lists
 
 
