@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from served_checkpoint import load, logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from worker.models.chat_template import read_chat_template
-from worker.quantize import main
+from worker.quantize import command, main
 from worker.tiny_model import write_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -60,3 +62,14 @@ def test_a_tokenizer_of_another_model_is_told_in_one_line(tmp_path: Path, capsys
     assert main([str(source), "--to", "int8", "--report"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("worker quantize: error: prompts[0].")
+
+
+def test_a_report_that_nobody_reads_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = write_tiny_model(tmp_path / "source"), tmp_path / "int8"
+    monkeypatch.setattr(command, "report", lambda *options: ["one line", "another"])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main([str(source), "--to", "int8", "--report", "--output", str(target)]) == 0
+    assert (target / WEIGHTS).is_file()

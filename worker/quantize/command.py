@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from adapters.standard_output import may_be_cut_off
 from worker.engines.embedded.config import ACTIVATION_DTYPES, DTYPES, KV_CACHE_DTYPES
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.errors import ServingError, StartupError, one_line
@@ -29,8 +30,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         source = _checkpoint(options.model)
         if options.report:
-            for line in report(source, options.to, options.activation_dtype, options.kv_cache_dtype, options.dtype):
-                print(line, flush=True)
+            measured = report(source, options.to, options.activation_dtype, options.kv_cache_dtype, options.dtype)
+            with may_be_cut_off():
+                print(*measured, sep="\n")
         if options.output is not None:
             write_quantised(source, options.to, options.output)
     except (ServingError, OSError, ValueError) as error:
