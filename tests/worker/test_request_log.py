@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from queue import Queue
@@ -228,6 +229,17 @@ def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None
     log.close()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["request_id"] == "a"
+
+
+def test_a_worker_without_standard_output_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    log = RequestLog()
+    for number in range(3):
+        log.write(RequestEntry(request_id=str(number)))
+    log.close()
+    assert caplog.messages == ["--log-requests: lines are lost: there is no standard output"]
 
 
 @pytest.mark.parametrize(
