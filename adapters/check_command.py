@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from adapters.catalog import CatalogError, load_class
+from adapters.standard_output import write
 
 
 def add_check_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,7 +38,7 @@ def run_check_command(arguments: argparse.Namespace) -> int:
         report = check_processor(processor, arguments.example, only=arguments.only)
     except (TypeError, ModuleNotFoundError) as error:
         raise CatalogError(f"check {arguments.target}: {error}") from error
-    sys.stdout.write(str(report))
+    write(str(report))
     return 0 if report.passed else 1
 
 
@@ -48,8 +48,7 @@ class _ListChecks(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> None:
         from adapters.testing import CHECKS
 
-        for check in CHECKS:
-            sys.stdout.write(f"{check.name:<18}{check.meaning}\n")
+        write("".join(f"{check.name:<18}{check.meaning}\n" for check in CHECKS))
         parser.exit()
 
 

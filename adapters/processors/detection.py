@@ -11,6 +11,7 @@ from typing import Any
 
 from adapters.processors.synthid import DEFAULT_DEPTH, detect_synthid
 from adapters.processors.watermark import DEFAULT_CONTEXT, detect, read_key
+from adapters.standard_output import write
 
 
 def add_detect_command(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -44,7 +45,7 @@ def run_detect(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"detect: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(asdict(score)) + "\n")
+    write(json.dumps(asdict(score)) + "\n")
     return 0
 
 
