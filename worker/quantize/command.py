@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from worker.quantize.report import report
 def main(argv: Sequence[str]) -> int:
     """The exit status; trouble is one line on stderr."""
     options = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
     try:
         source = _checkpoint(options.model)
         if options.report:
