@@ -449,6 +449,14 @@ async def _ask(client: Client) -> Any:
     return await client.ask(PROMPT, chosen, sampling_options={"temperature": 0.9}, stop_conditions=stop)
 
 
+def test_a_selection_names_its_choice(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = ["--prompt", "x", "--max-tokens", "8", "--sampling", '{"temperature": 1.5}']
+    assert inspect(model, *drawn, "--compare", '{"version": 1}') == 0
+    assert "A and B: equal, 8 tokens" in capsys.readouterr().out
+    assert inspect(model, *drawn, "--compare", '{"version": 1, "choice": 1}') == 0
+    assert "A and B: equal up to position" in capsys.readouterr().out
+
+
 def test_tiny_is_the_model_of_the_launch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = named("tiny")
