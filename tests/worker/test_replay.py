@@ -189,8 +189,8 @@ async def test_a_deep_schema_of_a_field_is_replayed(
     schema: dict[str, Any] = {"enum": ["a\0b", "b"]}
     for _ in range(MAX_DEPTH):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
-    asked = {"sampling_options": {"guided_decoding": {"json": schema}}, "stop_conditions": {"max_tokens": 8}}
-    answer = await plain.ask(PROMPT, **asked)
+    guide, stop = {"guided_decoding": {"json": schema}}, {"max_tokens": 8}
+    answer = await plain.ask(PROMPT, sampling_options=guide, stop_conditions=stop)
     assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
 
 
@@ -613,17 +613,16 @@ async def test_the_tokens_of_an_answer_come_from_its_response(
     end = whole.token_ids[7]
     answer = await plain.ask(PROMPT, stop_conditions={"max_tokens": 12, "stop_token_ids_hidden": [end]})
     content = [{"token": f"token_id:{token_id}"} for token_id in answer.token_ids]
-    response = {
+    response: dict[str, Any] = {
         "choices": [{"logprobs": {"content": content}}],
         "nvext": {"engine_data": {"logits_processors": answer.receipt}},
     }
     assert await files.replay(response, PROMPT, "--answer-file", str(files.receipt)) == 0, capsys.readouterr()
     number = len(content) + 1
     assert f"{number} tokens are allowed by the processors, {number} are chosen again" in capsys.readouterr().out
-    for others in ([{"logprobs": None}], [{"logprobs": {"content": content[::-1]}}, {"message": {}}]):  # other choices
-        response["choices"].insert(0, *others[:1])
-        response["choices"] += others[1:]
-        assert await files.replay(response, PROMPT, "--answer-file", str(files.receipt)) == 0, capsys.readouterr()
+    other = [{"logprobs": {"content": content[::-1]}}, {"logprobs": None}, {"message": {}}]
+    several = {**response, "choices": [*other, *response["choices"]]}
+    assert await files.replay(several, PROMPT, "--answer-file", str(files.receipt)) == 0, capsys.readouterr()
     capsys.readouterr()
     for data, message in (
         ([1, 2], "answer_digest: the receipt is of another answer"),
