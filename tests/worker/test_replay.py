@@ -588,6 +588,17 @@ async def test_another_token_is_another_decision(
     assert lines[1].endswith("was taken, RULED OUT by banned_tokens")
 
 
+async def test_a_token_behind_which_nothing_can_be_decided(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A grammar ends there; the token is what is wrong."""
+    answer = await plain.ask(PROMPT, GRAMMAR, sampling_options=DRAWN, stop_conditions={"max_tokens": 6})
+    tokens = [*answer.token_ids[:2], 65, *answer.token_ids[3:]]
+    status, lines = await decided(answer, files, capsys, tokens)
+    assert status == 1
+    assert lines[1].startswith(f"position {len(PROMPT) + 2}: 65 ']' was taken, RULED OUT by regex")
+
+
 async def test_decisions_that_a_processor_cannot_make(
     model: Path, files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
