@@ -48,8 +48,7 @@ class _ListChecks(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> None:
         from adapters.testing import CHECKS
 
-        for check in CHECKS:
-            write(f"{check.name:<18}{check.meaning}\n")
+        write("".join(f"{check.name:<18}{check.meaning}\n" for check in CHECKS))
         parser.exit()
 
 

@@ -29,7 +29,7 @@ from adapters.catalog import (
 )
 from adapters.check_command import add_check_command
 from adapters.processors.detection import add_detect_command
-from adapters.standard_output import may_be_cut_off, write
+from adapters.standard_output import discard, write
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -82,12 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add_command in COMMANDS:
         add_command(commands)
     arguments = parser.parse_args(argv)
-    status: int = 1
     try:
-        with may_be_cut_off():
-            status = arguments.run(arguments)
+        status: int = arguments.run(arguments)
     except (CatalogError, KeyError) as error:
         sys.stderr.write(f"{error.args[0]}\n")
+        return 2
+    except OSError as error:  # as of a full disk
+        discard()
+        sys.stderr.write(f"{error}\n")
         return 2
     return status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def may_be_cut_off() -> Iterator[None]:
-    """Lets what is printed within be cut off by a reader that has read enough, as ``head`` does."""
+    """Lets what is printed within be cut off by a reader that has read enough, as ``head`` does.
+
+    What the output's encoding lacks is printed as escapes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         if sys.stdout is not None:  # as where the command was started without one
@@ -20,11 +26,17 @@ def may_be_cut_off() -> Iterator[None]:
 
 
 def write(text: str) -> None:
-    """Write to standard output, where there is one: a command may be started without."""
-    if sys.stdout is not None:
-        sys.stdout.write(text)
+    """Print `text` as it is, where there is a standard output; its reader may have read enough.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
+    """
+    with may_be_cut_off():
+        if sys.stdout is not None:
+            sys.stdout.write(text)
 
 
 def discard() -> None:
     """Let go of what Python would try to write once more at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -107,6 +107,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def printable(text: str) -> str:
+    """``text``, in which names may be a client's, with what would end a line of a log, or what a
+    terminal would obey, as escapes.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def path_within(path: str, name: str) -> str | None:
     """The part of a field's path behind `name`, None if it is the path of another field."""
     rest = path.removeprefix(name)

@@ -147,11 +147,14 @@ def known_field(path: str) -> str:
 class LineHandler(logging.Handler):
     """Writes whole lines to a stream whose disk may be full.
 
+    Args:
+        stream: The stream; None, as where the process has no standard output, takes no line.
+
     Attributes:
         failed: Whether the last line could not be written.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
         self.failed = False
         self._stream = stream
@@ -170,6 +173,8 @@ class LineHandler(logging.Handler):
 
     def _write(self, line: str) -> None:
         """Past the stream's buffer, which would keep a part of what it reports as not written."""
+        if self._stream is None:
+            raise OSError("there is no standard output")
         try:
             number = self._stream.fileno()
         except (OSError, ValueError):  # a stream in memory

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from adapters.catalog import TABLE_BEGIN, TABLE_END, Catalog, describe, loading, selection_schema, table, with_table
 from adapters.command import main
+from adapters.standard_output import write
 
 LOUD = ["--logits-processor", "acme/loud=third_party:Loud"]
 
@@ -22,28 +24,44 @@ def test_list_has_a_line_for_each_processor(capsys: pytest.CaptureFixture[str]) 
     assert lines[-1].split(maxsplit=3) == ["acme/loud", "bias", "nothing", "Raises the logit of one token."]
 
 
-@pytest.mark.parametrize("command", ["list", "schema"])  # less and more than a pipe holds
-def test_a_reader_that_has_read_enough_is_no_trouble(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+CHECK = ["check", "adapters.processors.masks:BannedTokens", "--example", '{"token_ids": [1]}', "--only", "declares"]
+
+
+@pytest.mark.parametrize("command", [["list"], ["schema"], CHECK])  # less and more than a pipe holds
+def test_the_status_is_the_commands_where_nobody_reads(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as broken:
-        monkeypatch.setattr(sys, "stdout", broken)
-        main([command])
+        for stdout in (broken, None):  # closed by its reader, or by who started the command
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(command) == 0
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["list"], ["check", "third_party:Loud", "--only", "declares"], ["detect", "FILE", "--key-file", "KEY"]],
-)
-def test_without_standard_output_the_status_tells(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detection_needs_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "FILE").write_text("[1, 2, 3]")
     (tmp_path / "KEY").write_text("7" * 32)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", None)
-    assert main(command) == 0
+    assert main(["detect", "FILE", "--key-file", "KEY"]) == 0
+
+
+@pytest.mark.parametrize("command", [["list"], ["schema"], CHECK])
+def test_a_full_disk_is_no_failed_check(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(command) == 2
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "[Errno 28] No space left on device\n"
+
+
+def test_an_encoding_without_a_character_has_its_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", bare)
+    write("\u00fc\n")
+    assert bare.buffer.getvalue() == b"\\xfc\n"
 
 
 def test_a_name_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,8 +46,8 @@ class Answer:
 
 
 @asynccontextmanager
-async def serving(model: Path, *argv: str) -> AsyncIterator[Client]:
-    given = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--numerics", "exact", *argv]
+async def serving(model: Path, *argv: str, dtype: str = "float32") -> AsyncIterator[Client]:
+    given = ["--model-path", str(model), "--device", "cpu", "--dtype", dtype, "--numerics", "exact", *argv]
     arguments = parse_arguments(given, {})
     worker = WorkerEngine(make_engine(arguments), arguments, shut_down=lambda: None)
     await worker.start(1)

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
+from worker.doctor import main
 from worker.doctor.finding import Finding
 from worker.doctor.machine import _open_files, inotify_instances, machine
 from worker.doctor.packages import packages, pinned, unmet
@@ -218,6 +219,13 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     wrong = subprocess.run([*command, "--jsom"], env=environ, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "--jsom" in wrong.stderr
+
+
+def test_a_full_disk_is_no_lack(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--json"]) == 2
+    assert capsys.readouterr().err == "worker doctor: error: standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize("command", ["worker doctor", "adapters list"])

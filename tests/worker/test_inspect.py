@@ -21,8 +21,7 @@ from served_worker import Answer, Client, serving
 
 from adapters.client import processor, selection
 from worker.__main__ import main
-from worker.arguments import parse_arguments
-from worker.inspect.command import model_options
+from worker.arguments import Arguments, parse_arguments
 from worker.inspect.page import page
 from worker.inspect.recording import VERDICTS, Recording, inspected_request, printable, record
 from worker.inspect.terminal import show
@@ -30,7 +29,7 @@ from worker.models import DEFAULT_MODEL, model_cache
 from worker.models.checkpoint import FORMAT
 from worker.models.default_model import _GGUF_SHA256
 from worker.replay.position import Candidate, Position, Stage
-from worker.replay.run import LoadedModel, loaded
+from worker.replay.run import LoadedModel, loaded, with_named_model
 from worker.tiny_model import write_tiny_model
 
 PROMPT = [9, 30, 41, 77, 30, 41, 12, 9, 30, 500]
@@ -450,9 +449,19 @@ async def _ask(client: Client) -> Any:
     return await client.ask(PROMPT, chosen, sampling_options={"temperature": 0.9}, stop_conditions=stop)
 
 
+def test_a_selection_names_its_choice(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = ["--prompt", "x", "--max-tokens", "8", "--sampling", '{"temperature": 1.5}']
+    assert inspect(model, *drawn, "--compare", '{"version": 1}') == 0
+    assert "A and B: equal, 8 tokens" in capsys.readouterr().out
+    assert inspect(model, *drawn, "--compare", '{"version": 1, "choice": 1}') == 0
+    assert "A and B: equal up to position" in capsys.readouterr().out
+
+
 def test_tiny_is_the_model_of_the_launch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert model_options("tiny") == ["--model-path", str(tmp_path / "dynamo-logits-worker" / "tiny-model")]
+    found = named("tiny")
+    assert found.model_path == str(tmp_path / "dynamo-logits-worker" / "tiny-model")
+    assert (found.served_model_name, found.dtype) == ("tiny-model", "auto")
     assert (tmp_path / "dynamo-logits-worker" / "tiny-model" / "model.safetensors").is_file()
 
 
@@ -460,12 +469,40 @@ def test_the_default_model_is_as_the_launch_scripts_serve_it(tmp_path: Path, mon
     """It is in the cache, its weights packed: nothing is fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("WORKER_DTYPE", raising=False)
-    packed = model_cache() / f"{_GGUF_SHA256[:16]}-{FORMAT}-quantised" / DEFAULT_MODEL
-    packed.mkdir(parents=True)
-    assert model_options("default") == ["--model-path", str(packed), "--dtype", "float32"]
+    packed, plain = (
+        model_cache() / f"{_GGUF_SHA256[:16]}-{FORMAT}{form}" / DEFAULT_MODEL for form in ("-quantised", "")
+    )
+    for path in (packed, plain):
+        path.mkdir(parents=True)
+    found = named("default")
+    assert (found.model_path, found.served_model_name, found.dtype) == (str(packed), DEFAULT_MODEL, "float32")
+    assert named("default", "--dtype", "bfloat16").dtype == "bfloat16"
+    assert named("default", "--served-model-name", "m").served_model_name == "m"
+    assert named("default", "--quantization", "int8").model_path == str(plain)
     monkeypatch.setenv("WORKER_DTYPE", "bfloat16")
-    assert model_options("default") == ["--model-path", str(packed)]
-    assert model_options("/some/where") == ["--model-path", "/some/where"]
+    assert named("default").dtype == "bfloat16"
+    assert named("/some/where").model_path == "/some/where"
+
+
+async def test_a_receipt_says_the_type_of_the_default_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("WORKER_DTYPE", raising=False)
+    packed = model_cache() / f"{_GGUF_SHA256[:16]}-{FORMAT}-quantised" / DEFAULT_MODEL
+    packed.parent.mkdir(parents=True)
+    write_tiny_model(packed)
+    async with serving(packed, "--kernels", "torch", dtype="bfloat16") as client:
+        answer = await _ask(client)
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    (tmp_path / "receipt.json").write_text(json.dumps(answer.receipt))
+    files = ["--receipt", str(tmp_path / "receipt.json"), "--prompt-file", str(tmp_path / "prompt.json")]
+    status = await asyncio.to_thread(main, ["inspect", "default", *files, "--device", "cpu"])
+    assert (status, "computed by cpu, bfloat16" in capsys.readouterr().out) == (0, True)
+
+
+def named(model: str, *argv: str) -> Arguments:
+    return with_named_model(parse_arguments(["--model-path", model, *argv]), lambda line: None)
 
 
 CASES: list[tuple[list[str], str]] = [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,10 @@ from served_checkpoint import load, logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from worker.models.chat_template import read_chat_template
-from worker.quantize import main
+from worker.quantize import command, main
 from worker.tiny_model import write_tiny_model
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 WEIGHTS = "model.safetensors"
 
 
@@ -60,3 +64,27 @@ def test_a_tokenizer_of_another_model_is_told_in_one_line(tmp_path: Path, capsys
     assert main([str(source), "--to", "int8", "--report"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("worker quantize: error: prompts[0].")
+
+
+def test_a_report_that_nobody_reads_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = write_tiny_model(tmp_path / "source"), tmp_path / "int8"
+    monkeypatch.setattr(command, "report", lambda *options: ["one line", "another"])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main([str(source), "--to", "int8", "--report", "--output", str(target)]) == 0
+    assert (target / WEIGHTS).is_file()
+
+
+def test_a_signal_leaves_nothing_half_done(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    program = (
+        "import os, signal, sys, time\n"
+        "from worker.quantize import main, output\n"
+        "output.shutil.copyfile = lambda *paths: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", program, str(source), "--to", "int8", "--output", str(tmp_path / "int8")]
+    ended = subprocess.run(command, cwd=REPOSITORY, timeout=60, check=False)
+    assert (ended.returncode, [path.name for path in tmp_path.iterdir()]) == (143, ["source"])

@@ -13,9 +13,11 @@ from typing import Any, TextIO
 
 import pytest
 import pytest_asyncio
+from failing_processor import FailsAt
 from served_worker import Answer, Client, serving
 
 from adapters.catalog import Selection
+from adapters.catalog.selection import MAX_DEPTH
 from adapters.client import processor, selection
 from adapters.contract import MAX_LIST
 from worker.__main__ import main
@@ -179,6 +181,18 @@ async def test_a_response_of_several_choices_has_several_receipts(
     assert await files.replay({"choices": [], "nvext": {"choices": extensions}}, PROMPT) == 2
     assert "holds the receipts of 2 choices: give one of nvext.choices in a file of its own" in capsys.readouterr().err
     assert await files.replay(extensions[0], PROMPT) == 0
+
+
+async def test_a_deep_schema_of_a_field_is_replayed(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deeper than the channel of processors may be."""
+    schema: dict[str, Any] = {"enum": ["a\0b", "b"]}
+    for _ in range(MAX_DEPTH):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    guide, stop = {"guided_decoding": {"json": schema}}, {"max_tokens": 8}
+    answer = await plain.ask(PROMPT, sampling_options=guide, stop_conditions=stop)
+    assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
 
 
 async def test_an_order_is_recorded(plain: Client, files: Files) -> None:
@@ -347,6 +361,54 @@ async def test_a_body_is_rendered_as_frontends_give_it_to_a_template(
     prompt = tokenizer.encode('Hello\nthere{"a": 1}', add_special_tokens=False)
     record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
     assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
+
+
+@pytest.mark.parametrize("saved", ["", "\n", "\r\n"])
+async def test_a_text_keeps_the_ends_of_its_lines(
+    saved: str, receipt: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    """An editor may have added one at its end."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for text in ("one\r\ntwo\rthree", "one\ntwo"):
+        (tmp_path / "prompt.txt").write_bytes((text + saved).encode())
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
+        assert read_prompt(tmp_path / "prompt.txt", record, tokenizer) == prompt
+
+
+async def test_a_call_without_a_text_has_an_empty_one(receipt: dict[str, Any], tmp_path: Path, model: Path) -> None:
+    """As the front door gives it to a template that joins role and text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for each in messages %}{{ each.role + ': ' + each.content }} {% endfor %}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for message in ({"content": None}, {}):
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "tool_calls": [call], **message}]
+        (tmp_path / "body.json").write_text(json.dumps({"messages": messages}))
+        prompt = tokenizer.encode("user: Hello assistant:  ", add_special_tokens=False)
+        record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
+        assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
+
+
+async def test_a_body_is_rendered_by_the_workers_template(
+    plain: Client, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    prompt = tokenizer.encode("only this: Hello", add_special_tokens=False)
+    answer = await plain.ask(prompt, stop_conditions={"max_tokens": 3})
+    template, body = tmp_path / "template.jinja", {"messages": [{"role": "user", "content": "Hello"}]}
+    template.write_text("only this: {{ messages[0].content }}")
+    assert await files.replay(answer.receipt, body, "--custom-jinja-template", str(template)) == 0
+    assert await files.replay(answer.receipt, body) == 2
+    template.write_bytes(b"\xff")
+    capsys.readouterr()
+    assert await files.replay(answer.receipt, body, "--custom-jinja-template", str(template)) == 2
+    assert f"--custom-jinja-template {template}: 'utf-8' codec can't decode" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -528,6 +590,34 @@ async def test_another_token_is_another_decision(
     assert lines[1].endswith("was taken, RULED OUT by banned_tokens")
 
 
+async def test_a_token_behind_which_nothing_can_be_decided(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A grammar ends there; the token is what is wrong."""
+    answer = await plain.ask(PROMPT, GRAMMAR, sampling_options=DRAWN, stop_conditions={"max_tokens": 6})
+    tokens = [*answer.token_ids[:2], 65, *answer.token_ids[3:]]
+    status, lines = await decided(answer, files, capsys, tokens)
+    assert status == 1
+    assert lines[1].startswith(f"position {len(PROMPT) + 2}: 65 ']' was taken, RULED OUT by regex")
+
+
+async def test_decisions_that_a_processor_cannot_make(
+    model: Path, files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That is no answer to whether the tokens were allowed."""
+    third = ["--logits-processor", "acme/fails=failing_processor:FailsAt"]
+    async with serving(model, *third) as client:
+        answer = await client.ask(PROMPT, processor("acme/fails"), stop_conditions={"max_tokens": 6})
+    files.extra = third
+    assert (await decided(answer, files, capsys))[0] == 0
+    monkeypatch.setattr(FailsAt, "length", len(PROMPT) + 3)
+    path = files.receipt.with_name("answer.json")
+    assert await files.replay(answer.receipt, PROMPT, "--answer-file", str(path)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("worker replay: error: --answer-file: the decision after 3 tokens cannot be made: ")
+    assert "acme/fails" in line
+
+
 async def test_the_tokens_of_an_answer_come_from_its_response(
     plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -536,13 +626,17 @@ async def test_the_tokens_of_an_answer_come_from_its_response(
     end = whole.token_ids[7]
     answer = await plain.ask(PROMPT, stop_conditions={"max_tokens": 12, "stop_token_ids_hidden": [end]})
     content = [{"token": f"token_id:{token_id}"} for token_id in answer.token_ids]
-    response = {
+    response: dict[str, Any] = {
         "choices": [{"logprobs": {"content": content}}],
         "nvext": {"engine_data": {"logits_processors": answer.receipt}},
     }
     assert await files.replay(response, PROMPT, "--answer-file", str(files.receipt)) == 0, capsys.readouterr()
     number = len(content) + 1
     assert f"{number} tokens are allowed by the processors, {number} are chosen again" in capsys.readouterr().out
+    other = [{"logprobs": {"content": content[::-1]}}, {"logprobs": None}, {"message": {}}]
+    several = {**response, "choices": [*other, *response["choices"]]}
+    assert await files.replay(several, PROMPT, "--answer-file", str(files.receipt)) == 0, capsys.readouterr()
+    capsys.readouterr()
     for data, message in (
         ([1, 2], "answer_digest: the receipt is of another answer"),
         ({"choices": []}, "expected a JSON list of token ids, or a response with logprobs"),

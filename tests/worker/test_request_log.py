@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from queue import Queue
@@ -171,6 +172,17 @@ async def test_requests_that_end_with_an_error(name: str, lines: Lines) -> None:
     await worker.cleanup()
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\x1b[2K", "\u202e"])
+async def test_a_client_writes_no_line_of_the_log(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await started()
+    chosen = {"name": "min_tokens", "args": {"n": 1, f"x{end}ERROR engine broken": 2}}
+    await ask(worker, annotated(chosen), exceptions.InvalidArgument)
+    (said,) = [message for message in caplog.messages if "refused: " in message]
+    assert said.isprintable()
+    assert "ERROR engine broken: unknown argument; known are n, scope" in said
+    await worker.cleanup()
+
+
 async def test_a_dropped_stream_is_cancelled(lines: Lines) -> None:
     worker = await started()
     stream = worker.generate(request(), Context("a"))
@@ -228,6 +240,17 @@ def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None
     log.close()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["request_id"] == "a"
+
+
+def test_a_worker_without_standard_output_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    log = RequestLog()
+    for number in range(3):
+        log.write(RequestEntry(request_id=str(number)))
+    log.close()
+    assert caplog.messages == ["--log-requests: lines are lost: there is no standard output"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The command line: ``python -m worker doctor [--json]``.
 
 Loads no model and changes nothing. Exit 0 if a worker can be started here, 1 if something lacks,
-2 for wrong arguments.
+2 for wrong arguments, or if the findings cannot be written.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adapters.standard_output import may_be_cut_off
+from adapters.standard_output import discard, may_be_cut_off
 from worker.doctor.machine import machine
 from worker.doctor.packages import packages
 from worker.doctor.ports import ports
@@ -26,8 +27,13 @@ def main(argv: Sequence[str]) -> int:
     lines = [each.line(width) for each in findings]
     if options.json:
         lines = [json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False)]
-    with may_be_cut_off():
-        print(*lines, sep="\n")
+    try:
+        with may_be_cut_off():
+            print(*lines, sep="\n")
+    except OSError as error:  # its disk is full
+        discard()
+        print(f"worker doctor: error: standard output: {error.strerror}", file=sys.stderr)
+        return 2
     return int(any(each.level == "lacks" for each in findings))
 
 

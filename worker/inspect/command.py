@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +26,12 @@ from worker.errors import ConfigurationError, ServingError, one_line
 from worker.inspect.page import page
 from worker.inspect.recording import InspectedRequest, Recording, inspected_request, record
 from worker.inspect.terminal import as_svg, show
-from worker.models import named_model
-from worker.models.named import DEFAULT, DEFAULT_DTYPE, TINY
+from worker.models.named import DEFAULT, TINY
 from worker.replay.output import standard_output
 from worker.replay.position import NUM_CANDIDATES
-from worker.replay.prompt import read_prompt
+from worker.replay.prompt import read_prompt, read_template
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
-from worker.replay.run import LoadedModel, Replayed, loaded
+from worker.replay.run import LoadedModel, Replayed, loaded, with_named_model
 from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
 
 EXIT_SHOWN, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
@@ -70,10 +68,11 @@ def main(argv: Sequence[str]) -> int:
     """The exit status; trouble is one line on stderr."""
     try:
         options, rest = _parse(argv)
-        arguments = parse_arguments([*model_options(options.model), *rest])
+        arguments = parse_arguments(["--model-path", options.model, *rest])
         recorded = None if options.receipt is None else read_receipt(options.receipt)
         if recorded is not None:
             arguments = as_recorded(arguments, recorded.receipt)
+        arguments = with_named_model(arguments, _say)
         arguments = replace(arguments, disaggregation_mode="aggregated", max_num_seqs=2)
         shown = asyncio.run(_shown(options, arguments, recorded))
         _write(options, shown)
@@ -135,18 +134,6 @@ def _refuse_contradictions(options: argparse.Namespace, argv: Sequence[str]) -> 
             raise ConfigurationError(f"{given[0]}: a receipt has its own; give --compare for another answer")
 
 
-def model_options(name: str) -> list[str]:
-    """The worker's options for the model `name`: `DEFAULT` is as the launch scripts serve it, in
-    their type unless WORKER_DTYPE names another.
-
-    Raises:
-        StartupError: see `named_model`.
-    """
-    path = named_model(name, _say) or name
-    given = name != DEFAULT or os.environ.get("WORKER_DTYPE")
-    return ["--model-path", str(path), *([] if given else ["--dtype", DEFAULT_DTYPE])]
-
-
 def _say(line: str) -> None:
     sys.stderr.write(f"worker inspect: {line}\n")
 
@@ -173,7 +160,7 @@ async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Re
 
 def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[InspectedRequest]:
     """The answer to a prompt, and the one that it is compared with."""
-    prompt, sampling = _prompt(options, model.tokenizer), _object(options.sampling, "--sampling")
+    prompt, sampling = _prompt(options, model), _object(options.sampling, "--sampling")
     if "seed" in sampling:
         raise ConfigurationError("--sampling: seed: give it as --seed")
     processors = _selection_text(options.processors or "[]")
@@ -187,14 +174,18 @@ def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[In
     return [first, replace(second, name="B")]
 
 
-def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
-    text = options.prompt
+def _prompt(options: argparse.Namespace, model: LoadedModel) -> list[int]:
+    text, tokenizer = options.prompt, model.tokenizer
     if has_half_a_pair(text):
         raise ConfigurationError("--prompt: is not UTF-8")
     if options.chat:
         try:
             messages = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=read_template(model.arguments), add_generation_prompt=True, tokenize=False
+            )
+        except ConfigurationError:
+            raise
         except Exception as error:  # the boundary of the checkpoint's chat template
             raise ConfigurationError(f"--chat: the chat template failed: {error}") from None
     return list(tokenizer.encode(text, add_special_tokens=not options.chat))
@@ -204,7 +195,7 @@ def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded:
     """The answer of a receipt, and the one that it is compared with."""
     check_weights(recorded.receipt, model.weights_digest)
     check_model_digest(model.server, recorded.receipt)
-    prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer)
+    prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer, read_template(model.arguments))
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
     number, choice = recorded.receipt.generated_tokens, recorded.request.choice
     first = InspectedRequest("A", prompt, recorded.params, selection, number, choice)

@@ -100,7 +100,7 @@ def inspected_request(
     defaults = SamplingDefaults.load(model.arguments)
     filled, _ = defaults.fill(request.params, {one.name for one in selection.processors})
     params = for_engine(filled, seed=seed)
-    return InspectedRequest("A", prompt, params, selection, num_tokens)
+    return InspectedRequest("A", prompt, params, selection, num_tokens, selection.choice)
 
 
 async def record(model: LoadedModel, inspected: InspectedRequest, num_candidates: int) -> Recording:

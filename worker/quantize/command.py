@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from adapters.standard_output import may_be_cut_off
 from worker.engines.embedded.config import ACTIVATION_DTYPES, DTYPES, KV_CACHE_DTYPES
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.errors import ServingError, StartupError, one_line
@@ -26,11 +28,13 @@ from worker.quantize.report import report
 def main(argv: Sequence[str]) -> int:
     """The exit status; trouble is one line on stderr."""
     options = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
     try:
         source = _checkpoint(options.model)
         if options.report:
-            for line in report(source, options.to, options.activation_dtype, options.kv_cache_dtype, options.dtype):
-                print(line, flush=True)
+            measured = report(source, options.to, options.activation_dtype, options.kv_cache_dtype, options.dtype)
+            with may_be_cut_off():
+                print(*measured, sep="\n")
         if options.output is not None:
             write_quantised(source, options.to, options.output)
     except (ServingError, OSError, ValueError) as error:

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ from adapters.catalog import Selection
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError, ServingError, one_line
-from worker.models import named_model
 from worker.processors.builder import ServedChainBuilder
 from worker.replay.decisions import decisions, hold, lines, read_answer
 from worker.replay.on_vllm import started
 from worker.replay.output import standard_output
 from worker.replay.position import PositionTap, table
-from worker.replay.prompt import read_prompt
+from worker.replay.prompt import read_prompt, read_template
 from worker.replay.recorded import Recorded, RecordedReceipt, as_recorded, read_receipt, selection_of
-from worker.replay.run import Replayed, loaded, replay
+from worker.replay.run import Replayed, loaded, replay, with_named_model
 from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
 from worker.requests.receipts import ServerRecord
 from worker.sampling import SamplingParams
@@ -41,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, arguments = _parse(argv)
         recorded = read_receipt(options.receipt)
-        arguments = _with_named_model(as_recorded(arguments, recorded.receipt))
+        arguments = with_named_model(as_recorded(arguments, recorded.receipt), _say)
         return asyncio.run(_main(options, arguments, recorded))
     except ServingError as error:
         print(f"worker replay: error: {one_line(error)}", file=sys.stderr)
@@ -69,13 +67,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     options, rest = parser.parse_known_args(argv[1:])
     options.receipt = Path(argv[0])
     return options, parse_arguments(rest)
-
-
-def _with_named_model(arguments: Arguments) -> Arguments:
-    """The arguments with the model that ``--model-path default`` or ``tiny`` means."""
-    keeps_blocks = arguments.engine == "embedded" and arguments.quantization == "auto"
-    named = named_model(arguments.model_path, _say, keeps_blocks)
-    return arguments if named is None else replace(arguments, model_path=str(named))
 
 
 def _say(line: str) -> None:
@@ -122,7 +113,8 @@ def _asked(
 ) -> tuple[list[int], SamplingParams, Selection, int]:
     """Prompt, sampling parameters, processors and choice of the recorded request."""
     check_model_digest(server, recorded.receipt)
-    prompt = read_prompt(options.prompt_file, recorded.receipt, chains.vocabulary.tokenizer)
+    tokenizer, template = chains.vocabulary.tokenizer, read_template(arguments)
+    prompt = read_prompt(options.prompt_file, recorded.receipt, tokenizer, template)
     selection = selection_of(recorded, arguments.processor_policy, chains.catalog)
     return prompt, recorded.params, selection, recorded.request.choice
 

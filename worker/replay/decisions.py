@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from adapters.catalog import Requested, Selection
-from adapters.chain import ProcessorChain, ProcessorFailed, apply_plan
+from adapters.chain import ProcessorChain, apply_plan
 from adapters.contract import ArgumentError, Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.processors.seeded_sampler import SeededSampler
@@ -135,27 +135,35 @@ def read_answer(path: Path, receipt: RecordedReceipt, end_token_ids: Collection[
         ConfigurationError: it cannot be read, or is another answer.
     """
     try:
-        found = _ids(json.loads(path.read_text(encoding="utf-8")))
+        answers = _answers(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"--answer-file {path}: {error}") from None
-    if found is None:
+    if not answers:
         wanted = "expected a JSON list of token ids, or a response with logprobs and return_tokens_as_token_ids"
         raise ConfigurationError(f"--answer-file {path}: {wanted}")
-    for answer in (found, *([*found, end] for end in sorted(end_token_ids))):
-        if str(TokenDigest(answer)) == receipt.answer_digest:
-            return answer
+    for found in answers:
+        for answer in (found, *([*found, end] for end in sorted(end_token_ids))):
+            if str(TokenDigest(answer)) == receipt.answer_digest:
+                return answer
     raise ConfigurationError(f"answer_digest: the receipt is of another answer than --answer-file {path}")
 
 
-def _ids(data: Any) -> list[int] | None:
-    if isinstance(data, dict):
-        try:
-            texts = [each["token"] for each in data["choices"][0]["logprobs"]["content"]]
-            data = [int(text.removeprefix(TOKEN_ID)) for text in texts]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            return None
-    is_list = isinstance(data, list) and all(type(each) is int and 0 <= each < 2**31 for each in data)
-    return data if is_list else None
+def _answers(data: Any) -> list[list[int]]:
+    """The token ids of every answer in a file; none where it has none."""
+    choices = data.get("choices") if isinstance(data, dict) else None
+    listed = [_shown_ids(each) for each in choices] if isinstance(choices, list) else [data]
+    return [
+        ids for ids in listed if isinstance(ids, list) and all(type(one) is int and 0 <= one < 2**31 for one in ids)
+    ]
+
+
+def _shown_ids(choice: Any) -> list[int] | None:
+    """The token ids in the log probabilities of a choice, None if there are none."""
+    try:
+        texts = [each["token"] for each in choice["logprobs"]["content"]]
+        return [int(text.removeprefix(TOKEN_ID)) for text in texts]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 async def decisions(
@@ -182,10 +190,11 @@ async def decisions(
     request = await _forced(model, prompt, answer, guided)
     share_row(chain, request.chain)
     request.tap = tap = DecisionTap([*prompt, *answer], chain, model.stepper.model.undecodable_ids)
-    try:
-        replay(model.stepper, request, len(answer))
-    except ProcessorFailed as failure:
-        raise ConfigurationError(f"--answer-file: {failure}") from None
+    error = replay(model.stepper, request, len(answer)).error
+    if error is not None and all(each.ruled_out_by is None for each in tap.decisions):  # else that is what is wrong
+        raise ConfigurationError(
+            f"--answer-file: the decision after {len(tap.decisions)} tokens cannot be made: {error}"
+        )
     return tap.decisions
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.strict_json import has_half_a_pair
+from worker.arguments import Arguments
 from worker.errors import ConfigurationError, shown
 from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
@@ -15,7 +16,20 @@ from worker.runtimes.direct.contents import fitted, takes_texts
 from worker.runtimes.direct.openai_fields import with_objects
 
 
-def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[int]:
+def read_template(arguments: Arguments) -> str | None:
+    """The chat template of ``--custom-jinja-template``, None without one.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    path = arguments.custom_jinja_template
+    try:
+        return None if path is None else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--custom-jinja-template {path}: {error}") from None
+
+
+def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, template: str | None = None) -> list[int]:
     """The prompt's token ids, of the digest in the receipt.
 
     Args:
@@ -23,15 +37,16 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[in
             sent; or the text itself.
         receipt: Receipt of the answer.
         tokenizer: Tokenizer of the checkpoint.
+        template: Chat template that replaces the checkpoint's own.
 
     Raises:
         ConfigurationError: it cannot be read, or is another prompt.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_bytes().decode("utf-8")  # with the ends of lines that the text has
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--prompt-file {path}: {error}") from None
-    found = [list(ids) for ids in _encodings(path, content, tokenizer)]
+    found = [list(ids) for ids in _encodings(path, content, tokenizer, template)]
     for ids in found:
         if str(TokenDigest(ids)) == receipt.prompt_digest:
             return ids
@@ -45,7 +60,7 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any) -> list[in
     )
 
 
-def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
+def _encodings(path: Path, content: str, tokenizer: Any, template: str | None) -> list[Sequence[int]]:
     """The token ids that a prompt file may stand for."""
     try:
         data = json.loads(content)
@@ -53,39 +68,51 @@ def _encodings(path: Path, content: str, tokenizer: Any) -> list[Sequence[int]]:
         data = content
     if _are_ids(data):
         return [data]
-    texts = [content, content.removesuffix("\n")]
+    texts = _saved(content)
     if isinstance(data, dict) and _are_ids(data.get("prompt")):
         return [data["prompt"]]
     if isinstance(data, dict) and isinstance(data.get("prompt"), str):
         texts = [data["prompt"]]
     elif isinstance(data, dict) and isinstance(data.get("messages"), list):
-        texts = _rendered(data, tokenizer)
+        texts = _rendered(data, tokenizer, template)
     if any(map(has_half_a_pair, texts)):
         raise ConfigurationError(f"--prompt-file {path}: a text has half of a surrogate pair")
     return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
 
 
-def _rendered(body: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """The prompts that the chat template may have made of a body: of its messages as a frontend
-    gives them to the template, and as they are.
+def _saved(content: str) -> list[str]:
+    """The texts that a file may be of: editors add a line's end, or change all of them."""
+    texts = (content, content.replace("\r\n", "\n"))
+    return list(dict.fromkeys(text.removesuffix(end) for text in texts for end in ("", "\n", "\r\n")))
+
+
+def _rendered(body: Mapping[str, Any], tokenizer: Any, template: str | None) -> list[str]:
+    """The prompts that the chat template may have made of a body: of its messages as the front door
+    or a frontend alone gives them to the template, and as they are.
     """
     for name, (kinds, wanted) in _TEMPLATE_FIELDS.items():
         if body.get(name) is not None and not isinstance(body[name], kinds):
             raise ConfigurationError(f"--prompt-file: {name} must be {wanted}, got {shown(body[name])}")
-    messages = fitted(with_objects(body["messages"]), takes_texts(tokenizer))
+    messages = fitted(with_objects(body["messages"]), takes_texts(tokenizer, template))
+    options = {"tools": body.get("tools"), "chat_template": template, "tokenize": False}
     texts, problem = list[str](), ""
-    for given in (messages, body["messages"]):
+    for given in (_with_contents(messages), messages, body["messages"]):
         try:
-            texts.append(
-                tokenizer.apply_chat_template(
-                    given, tools=body.get("tools"), tokenize=False, **_template_variables(body)
-                )
-            )
+            texts.append(tokenizer.apply_chat_template(given, **options, **_template_variables(body)))
         except Exception as error:  # the boundary of the checkpoint's chat template
             problem = str(error)
     if not texts:
         raise ConfigurationError(f"--prompt-file: the chat template failed: {problem}")
     return list(dict.fromkeys(texts))
+
+
+def _with_contents(messages: Sequence[Any]) -> list[Any]:
+    """The messages, an empty text in those of the assistant that have none."""
+
+    def is_empty(message: Any) -> bool:
+        return isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None
+
+    return [{**each, "content": ""} if is_empty(each) else each for each in messages]
 
 
 def _problem_of_fields(content: str) -> str | None:

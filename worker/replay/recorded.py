@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from adapters.catalog import Catalog, Policy, PolicyError, Requested, Selection, SelectionError
-from adapters.catalog.selection import parse_processor
+from adapters.catalog import Catalog, Policy, PolicyError, Requested, Selection
+from adapters.catalog.selection import Origin
+from adapters.contract import Scope
 from worker.arguments import OPTIONS, Arguments
 from worker.errors import ConfigurationError
 from worker.requests.receipts import CHANNEL, OPTIONS_OF_BITS
@@ -117,9 +118,9 @@ class RecordedProcessor(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str
-    scope: str
+    scope: Scope
     args: dict[str, Any] = {}
-    origin: Literal["client", "default", "mandatory"] = "client"
+    origin: Origin = "client"
 
 
 class RecordedSampling(BaseModel):
@@ -230,7 +231,7 @@ def as_recorded(arguments: Arguments, receipt: RecordedReceipt) -> Arguments:
             raise ConfigurationError(f"engine.options.{name}: is not known; known are {', '.join(OPTIONS_OF_BITS)}")
         if value is not None:
             values[name] = readers[name].read(str(value), f"engine.options.{name}")
-    recorded = arguments.given | values.keys()
+    recorded = arguments.given | values.keys() | {"served_model_name"}
     values |= {"max_num_seqs": 2, "served_model_name": receipt.model.name, "processor_step_budget_s": STEP_BUDGET_S}
     given = arguments.given - {"disaggregation_mode"}
     return replace(arguments, **{name: value for name, value in values.items() if name not in given}, given=recorded)
@@ -254,10 +255,7 @@ def selection_of(recorded: Recorded, policy_file: str | None, catalog: Catalog) 
         if entry.origin != "client":
             found.append(_of_operator(entry, operators[entry.origin], path, recorded.receipt.model.name))
             continue
-        try:
-            found.append(parse_processor({"name": entry.name, "args": {**entry.args, "scope": entry.scope}}, path))
-        except SelectionError as error:
-            raise ConfigurationError(str(error)) from None
+        found.append(Requested(entry.name, entry.args, entry.scope, path))
     return Selection(tuple(found), receipt=True, order=tuple(recorded.request.order))
 
 

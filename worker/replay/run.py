@@ -21,6 +21,9 @@ from worker.engines.embedded.serving import load, weights_digest
 from worker.engines.embedded.step import Stepper
 from worker.engines.weights import WeightsRefused
 from worker.errors import ConfigurationError, InvalidRequest
+from worker.models import named_model
+from worker.models.checkpoint import Say
+from worker.models.named import DEFAULT, DEFAULT_DTYPE
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.replay.position import PositionTap
 from worker.requests.receipts import ServerRecord, digest_of_model
@@ -103,6 +106,29 @@ async def prepared(
     budget = info.context_length - len(prompt) if params.max_tokens is None else params.max_tokens
     request = EngineRequest(name, prompt, params, seed=params.seed, choice=choice, cache_salt=name)
     return await chains.prepare(request, selection, budget)
+
+
+def with_named_model(arguments: Arguments, say: Say) -> Arguments:
+    """The arguments with the model that ``--model-path default`` or ``tiny`` means, the default one
+    in the launch scripts' type unless another is given, or in the receipt.
+
+    Args:
+        arguments: Options of the worker, those of a receipt among them.
+        say: Takes lines about the progress.
+
+    Raises:
+        StartupError: see `named_model`.
+    """
+    keeps_blocks = arguments.engine == "embedded" and arguments.quantization == "auto"
+    path = named_model(arguments.model_path, say, keeps_blocks)
+    if path is None:
+        return arguments
+    dtype, name = arguments.dtype, arguments.served_model_name
+    if arguments.model_path == DEFAULT and "dtype" not in arguments.given:
+        dtype = DEFAULT_DTYPE
+    if "served_model_name" not in arguments.given:
+        name = path.name
+    return replace(arguments, model_path=str(path), dtype=dtype, served_model_name=name)
 
 
 @asynccontextmanager
