@@ -90,8 +90,10 @@ def weights_of_probabilities(probabilities: torch.Tensor) -> torch.Tensor:
     power of two stay exact.
     """
     exponents = torch.frexp(probabilities.amax(-1, keepdim=True).double()).exponent
-    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), -exponents)
-    return as_units(probabilities.double() * scale, weight_bits(probabilities.shape[1]))
+    one = torch.ones_like(exponents, dtype=torch.float64)
+    half = exponents >> 1  # of a subnormal highest one, the whole power is beyond float64
+    scaled = probabilities.double() * torch.ldexp(one, -half) * torch.ldexp(one, half - exponents)
+    return as_units(scaled, weight_bits(probabilities.shape[1]))
 
 
 def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:

@@ -174,3 +174,15 @@ def test_samples_of_many_rows_cost_what_they_are() -> None:
         return counted.count
 
     assert work(400) < 3 * work(200)
+
+
+@pytest.mark.parametrize("exponent", [-1074, -1040, -1000, 1000])
+def test_a_power_of_two_changes_no_draw(exponent: int) -> None:
+    """Also where the probabilities are subnormal: they need not sum to 1."""
+    ratios = torch.tensor([[0.0, 1.0, 3.0, 2.0]], dtype=torch.float64)
+    rows = torch.zeros(1000, dtype=torch.int64)
+    sample = LogitsPipe([Sample()], input_type=TensorType.PROBS)
+    expected = sample(ratios, indices=rows, generator=seeded(5))
+    scaled = torch.tensor([[value * 2.0**exponent for value in ratios[0].tolist()]], dtype=torch.float64)
+    assert torch.equal(sample(scaled, indices=rows, generator=seeded(5)), expected)
+    assert set(expected.tolist()) == {1, 2, 3}
