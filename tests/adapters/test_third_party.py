@@ -588,6 +588,30 @@ def test_a_factory_that_makes_a_class_is_refused() -> None:
         DynamoProcessor(lambda: CountingBoost)
 
 
+class Network:
+    """A Dynamo processor with a network, and with a state of its own."""
+
+    def __init__(self) -> None:
+        self.network = torch.nn.Linear(V, 4096)
+        self.network.register_buffer("table", torch.ones(20_000))
+        self.calls = 0
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        self.calls += 1
+        logits += float(self.network(logits)[0]) + self.calls
+
+
+@torch.no_grad()
+def test_saved_states_share_the_weights_of_a_network() -> None:
+    processor = third_party_processor(Network)
+    decode(chain_of(processor), rows_of(8))
+    states = list(processor._before.values())
+    assert [state.calls for state in states] == list(range(8))
+    for part in ("weight", "table"):
+        assert len({getattr(state.network, part).data_ptr() for state in states}) == 1
+    assert states[0].network is not processor._wrapped.network
+
+
 # Classes for the catalogue
 
 
