@@ -101,7 +101,7 @@ class ThirdPartyProcessor(ThirdPartyShaping):
         """Return to the state before the first call after ``index`` generated tokens or more."""
         undone = [called for called in self._before if called >= index]
         if undone:
-            self._wrapped = self._before[undone[0]]
+            self._wrapped = copied(self._before[undone[0]])  # which shares tensors with others
         for called in undone:
             del self._before[called]
         if index <= self._forgotten:

@@ -588,6 +588,62 @@ def test_a_factory_that_makes_a_class_is_refused() -> None:
         DynamoProcessor(lambda: CountingBoost)
 
 
+class AddsUp:
+    """A Dynamo processor with a large state that it changes in place at every third token."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(20_000)
+        self.network = torch.nn.Linear(1, 20_000)
+        torch.nn.init.zeros_(self.network.weight)
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        if len(input_ids) % 3 == 0:
+            self.sums[: len(logits)] += logits
+            self.network.weight[: len(logits), 0] += logits
+        logits += self.sums[: len(logits)] - 0.5 * self.network.weight[: len(logits), 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), min_size=2, max_size=4))
+@few
+@torch.no_grad()
+def test_large_states_stay_as_they_were_after_every_rewind(moves) -> None:
+    rows = rows_of(8)
+    expected = decode(chain_of(third_party_processor(AddsUp)), rows)
+    chain = chain_of(third_party_processor(AddsUp))
+    for count, other in moves:
+        done = chain.position - 3
+        decode(chain, rows[done : done + count])
+        chain.rewind(3 + min(other, chain.position - 3))
+        decode(chain, rows_of(2, seed=3))
+        chain.rewind(chain.position - 2)
+    done = chain.position - 3
+    assert equal(decode(chain, rows[done:]), expected[done:])
+
+
+class Network:
+    """A Dynamo processor with a network, and with a state of its own."""
+
+    def __init__(self) -> None:
+        self.network = torch.nn.Linear(V, 4096)
+        self.network.register_buffer("table", torch.ones(20_000))
+        self.calls = 0
+
+    def __call__(self, input_ids: Sequence[int], logits: torch.Tensor) -> None:
+        self.calls += 1
+        logits += float(self.network(logits)[0]) + self.calls
+
+
+@torch.no_grad()
+def test_saved_states_share_the_weights_of_a_network() -> None:
+    processor = third_party_processor(Network)
+    decode(chain_of(processor), rows_of(8))
+    states = list(processor._before.values())
+    assert [state.calls for state in states] == list(range(8))
+    for part in ("weight", "table"):
+        assert len({getattr(state.network, part).data_ptr() for state in states}) == 1
+    assert states[0].network is not processor._wrapped.network
+
+
 # Classes for the catalogue
 
 

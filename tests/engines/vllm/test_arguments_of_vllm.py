@@ -247,12 +247,22 @@ def test_vllm_gets_no_temperature_that_it_changes(temperature: float, more: dict
     assert found == 0 or LEAST_TEMPERATURE <= found <= MOST_TEMPERATURE
 
 
-def test_a_processor_that_cannot_be_sent_is_named() -> None:
+class ExitsWhenSent(BannedTokens):
+    """Exits where it is pickled, which in the event loop would end the worker."""
+
+    name = "acme/local"
+
+    def __getstate__(self) -> object:
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_processor_that_cannot_be_sent_is_named(exits: bool) -> None:
     class Local(BannedTokens):
         name = "acme/local"
 
     context = Context(Vocabulary(64), frozenset({1}))
-    kinds: list[type[BannedTokens]] = [BannedTokens, Local]
+    kinds: list[type[BannedTokens]] = [BannedTokens, ExitsWhenSent if exits else Local]
     built = [part for kind in kinds for part in kind.build(kind.Args(token_ids=[4]), context)]
     request = EngineRequest("r", PROMPT, SamplingParams(), ProcessorChain(built, context))
     with pytest.raises(InvalidRequest, match="logits_processor: acme/local cannot be sent to vLLM's process"):
