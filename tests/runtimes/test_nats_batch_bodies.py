@@ -171,7 +171,7 @@ def test_the_token_that_ended_a_completion_is_its_last() -> None:
 
 def test_each_choice_has_its_receipt() -> None:
     """The first one alone had."""
-    said = [
+    said: list[dict[str, Any]] = [
         {"index": index, "text": "", "token_ids": [], "engine_data": {"logits_processors": {"choice": index}}}
         for index in (1, 0)
     ]

@@ -139,7 +139,7 @@ def test_a_stop_string_before_the_least_length_is_text() -> None:
     assert (answer.text, answer.num_tokens) == ("x.x", 3)
 
 
-def test_a_stop_string_that_begins_before_the_least_length_is_text() -> None:
+def test_a_stop_string_that_begins_too_early_is_text() -> None:
     """As at Dynamo's frontend, and nothing is held back for it."""
     answer = AnswerText(lambda ids: bytes(ids).decode(), ["END"])
     ends = []
