@@ -29,7 +29,7 @@ class Answer:
 
     def runs(self) -> list[tuple[str, int, int]]:
         """Name of each version, and the first of its tokens and the one past the last."""
-        ends = [first for first, _ in self.weights[1:]] + [len(self.tokens)]
+        ends = [*[first for first, _ in self.weights], len(self.tokens)][1:]  # none, of one that was aborted before
         return [(version.name, first, end) for (first, version), end in zip(self.weights, ends, strict=True)]
 
 
