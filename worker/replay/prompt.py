@@ -107,8 +107,8 @@ def _rendered(body: Mapping[str, Any], tokenizer: Any, arguments: Arguments | No
     messages = fitted(with_objects(body["messages"]), takes_texts(tokenizer, template))
     options = {"tools": body.get("tools"), "chat_template": template, "tokenize": False}
     texts, problem = list[str](), ""
-    defaults = ({}, thinking, {name: thinking[name] for name in thinking if name in _THINKING})
-    for given, default in product((_with_contents(messages), messages, body["messages"]), defaults):
+    by_default: list[dict[str, Any]] = [{}, thinking, {name: thinking[name] for name in _THINKING if thinking}]
+    for given, default in product((_with_contents(messages), messages, body["messages"]), by_default):
         try:
             variables = default | _template_variables(body)
             texts.append(tokenizer.apply_chat_template(given, **options, **variables))
