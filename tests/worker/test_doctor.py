@@ -8,11 +8,13 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -90,6 +92,16 @@ def test_a_model_cache_that_cannot_be_looked_for(tmp_path: Path) -> None:
     """As below another user's home, or as here below a name that no directory can have."""
     found = {each.name: each for each in machine(tmp_path, {"XDG_CACHE_HOME": str(tmp_path / ("x" * 300))})}
     assert found["model cache"].found.endswith("free")
+
+
+@pytest.mark.parametrize(("free", "level"), [(2**30, "ok"), (2**30 - 1, "note")])
+def test_a_checkpoint_is_served_without_a_model_cache(
+    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert look(tmp_path, {})["model cache"].level == level
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert look(tmp_path, {})["model cache"].level == "note"
 
 
 @pytest.mark.parametrize(("soft", "level"), [(24, "lacks"), (64, "note"), (4096, "ok")])

@@ -449,6 +449,19 @@ async def _ask(client: Client) -> Any:
     return await client.ask(PROMPT, chosen, sampling_options={"temperature": 0.9}, stop_conditions=stop)
 
 
+def test_a_chat_is_rendered_as_the_worker_renders_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{% if enable_thinking is false %} does not think{% endif %}")
+    options = ["--custom-jinja-template", str(template), "--dyn-default-thinking-mode", "disabled"]
+    assert inspect(model, "--chat", "--prompt", "x", "--max-tokens", "1", *options) == 0
+    number = len(AutoTokenizer.from_pretrained(model).encode("x does not think", add_special_tokens=False))
+    assert f"step 1, position {number}: " in capsys.readouterr().out
+
+
 def test_a_selection_names_its_choice(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ["--prompt", "x", "--max-tokens", "8", "--sampling", '{"temperature": 1.5}']
     assert inspect(model, *drawn, "--compare", '{"version": 1}') == 0

@@ -21,6 +21,7 @@ from adapters.catalog.selection import MAX_DEPTH
 from adapters.client import processor, selection
 from adapters.contract import MAX_LIST
 from worker.__main__ import main
+from worker.arguments import parse_arguments
 from worker.engines import EngineRequest, TokenDelta
 from worker.errors import ConfigurationError
 from worker.models import DEFAULT_MODEL, model_cache
@@ -391,6 +392,32 @@ async def test_a_call_without_a_text_has_an_empty_one(receipt: dict[str, Any], t
         prompt = tokenizer.encode("user: Hello assistant:  ", add_special_tokens=False)
         record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
         assert read_prompt(tmp_path / "body.json", record, tokenizer) == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "variables"),
+    [
+        ({}, {"thinking": False, "enable_thinking": False, "thinking_mode": "disabled"}),
+        ({"reasoning_effort": "low"}, {"thinking": False, "enable_thinking": False, "reasoning_effort": "low"}),
+        ({"chat_template_args": {"enable_thinking": True}}, {"enable_thinking": True}),
+        ({"thinking": True}, {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}),
+    ],
+)
+async def test_a_body_is_rendered_with_the_workers_thinking(
+    body: dict[str, Any], variables: dict[str, Any], receipt: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    names = "thinking", "enable_thinking", "thinking_mode", "reasoning_effort"
+    tokenizer.chat_template = "".join(f"{name}={{{{ {name} | default('unset') }}}} " for name in names)
+    messages = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    (tmp_path / "body.json").write_text(json.dumps({"messages": messages, **body}))
+    record = RecordedReceipt.model_validate({**receipt, "prompt_digest": str(TokenDigest(prompt))})
+    given = parse_arguments(["--model-path", str(model), "--dyn-default-thinking-mode", "disabled"], {})
+    assert read_prompt(tmp_path / "body.json", record, tokenizer, given) == prompt
 
 
 async def test_a_body_is_rendered_by_the_workers_template(

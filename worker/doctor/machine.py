@@ -203,15 +203,19 @@ def _governor(root: Path) -> Iterator[Finding]:
 
 
 def _disk(cache: Path) -> Finding:
-    """The directory of converted checkpoints; of what is not there yet, the nearest that is."""
+    """The directory of converted checkpoints; of what is not there yet, the nearest that is. Other
+    checkpoints are served without it.
+    """
     existing = next(path for path in (cache, *cache.parents) if _exists(path))
     if not os.access(existing, os.W_OK | os.X_OK):
         mend = "set XDG_CACHE_HOME to a directory that this user may write"
-        return Finding("model cache", "lacks", f"{cache}: {existing} cannot be written", mend)
+        found = f"{cache}: {existing} cannot be written: no GGUF file is served, nor the default model kept"
+        return Finding("model cache", "note", found, mend)
     free = shutil.disk_usage(existing).free
     if free < SMALLEST_DISK:
         mend = "free space there, or set XDG_CACHE_HOME to another disk"
-        return Finding("model cache", "lacks", f"{cache}: {_size(free)} free", mend)
+        found = f"{cache}: {_size(free)} free: less than the default model takes"
+        return Finding("model cache", "note", found, mend)
     return Finding("model cache", "ok", f"{cache}: {_size(free)} free")
 
 

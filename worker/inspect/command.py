@@ -29,7 +29,7 @@ from worker.inspect.terminal import as_svg, show
 from worker.models.named import DEFAULT, TINY
 from worker.replay.output import standard_output
 from worker.replay.position import NUM_CANDIDATES
-from worker.replay.prompt import read_prompt, read_template
+from worker.replay.prompt import default_thinking, read_prompt, read_template
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
 from worker.replay.run import LoadedModel, Replayed, loaded, with_named_model
 from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
@@ -179,13 +179,12 @@ def _prompt(options: argparse.Namespace, model: LoadedModel) -> list[int]:
     if has_half_a_pair(text):
         raise ConfigurationError("--prompt: is not UTF-8")
     if options.chat:
+        template, variables = read_template(model.arguments), default_thinking(model.arguments)
         try:
             messages = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(
-                messages, chat_template=read_template(model.arguments), add_generation_prompt=True, tokenize=False
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False, **variables
             )
-        except ConfigurationError:
-            raise
         except Exception as error:  # the boundary of the checkpoint's chat template
             raise ConfigurationError(f"--chat: the chat template failed: {error}") from None
     return list(tokenizer.encode(text, add_special_tokens=not options.chat))
@@ -195,7 +194,7 @@ def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded:
     """The answer of a receipt, and the one that it is compared with."""
     check_weights(recorded.receipt, model.weights_digest)
     check_model_digest(model.server, recorded.receipt)
-    prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer, read_template(model.arguments))
+    prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer, model.arguments)
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
     number, choice = recorded.receipt.generated_tokens, recorded.request.choice
     first = InspectedRequest("A", prompt, recorded.params, selection, number, choice)

@@ -24,7 +24,7 @@ from worker.replay.decisions import decisions, hold, lines, read_answer
 from worker.replay.on_vllm import started
 from worker.replay.output import standard_output
 from worker.replay.position import PositionTap, table
-from worker.replay.prompt import read_prompt, read_template
+from worker.replay.prompt import read_prompt
 from worker.replay.recorded import Recorded, RecordedReceipt, as_recorded, read_receipt, selection_of
 from worker.replay.run import Replayed, loaded, replay, with_named_model
 from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
@@ -113,8 +113,7 @@ def _asked(
 ) -> tuple[list[int], SamplingParams, Selection, int]:
     """Prompt, sampling parameters, processors and choice of the recorded request."""
     check_model_digest(server, recorded.receipt)
-    tokenizer, template = chains.vocabulary.tokenizer, read_template(arguments)
-    prompt = read_prompt(options.prompt_file, recorded.receipt, tokenizer, template)
+    prompt = read_prompt(options.prompt_file, recorded.receipt, chains.vocabulary.tokenizer, arguments)
     selection = selection_of(recorded, arguments.processor_policy, chains.catalog)
     return prompt, recorded.params, selection, recorded.request.choice
 

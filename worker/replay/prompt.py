@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,15 @@ def read_template(arguments: Arguments) -> str | None:
         raise ConfigurationError(f"--custom-jinja-template {path}: {error}") from None
 
 
-def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, template: str | None = None) -> list[int]:
+def default_thinking(arguments: Arguments) -> dict[str, Any]:
+    """Variables that ``--dyn-default-thinking-mode`` gives the chat template of a request that says
+    nothing of thinking.
+    """
+    mode = arguments.dyn_default_thinking_mode
+    return {} if mode is None else {**dict.fromkeys(_THINKING, mode == "enabled"), "thinking_mode": mode}
+
+
+def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, arguments: Arguments | None = None) -> list[int]:
     """The prompt's token ids, of the digest in the receipt.
 
     Args:
@@ -37,7 +46,7 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, template: 
             sent; or the text itself.
         receipt: Receipt of the answer.
         tokenizer: Tokenizer of the checkpoint.
-        template: Chat template that replaces the checkpoint's own.
+        arguments: Options of the worker, whose chat template and thinking count.
 
     Raises:
         ConfigurationError: it cannot be read, or is another prompt.
@@ -46,7 +55,7 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, template: 
         content = path.read_bytes().decode("utf-8")  # with the ends of lines that the text has
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--prompt-file {path}: {error}") from None
-    found = [list(ids) for ids in _encodings(path, content, tokenizer, template)]
+    found = [list(ids) for ids in _encodings(path, content, tokenizer, arguments)]
     for ids in found:
         if str(TokenDigest(ids)) == receipt.prompt_digest:
             return ids
@@ -60,7 +69,7 @@ def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, template: 
     )
 
 
-def _encodings(path: Path, content: str, tokenizer: Any, template: str | None) -> list[Sequence[int]]:
+def _encodings(path: Path, content: str, tokenizer: Any, arguments: Arguments | None) -> list[Sequence[int]]:
     """The token ids that a prompt file may stand for."""
     try:
         data = json.loads(content)
@@ -74,7 +83,7 @@ def _encodings(path: Path, content: str, tokenizer: Any, template: str | None) -
     if isinstance(data, dict) and isinstance(data.get("prompt"), str):
         texts = [data["prompt"]]
     elif isinstance(data, dict) and isinstance(data.get("messages"), list):
-        texts = _rendered(data, tokenizer, template)
+        texts = _rendered(data, tokenizer, arguments)
     if any(map(has_half_a_pair, texts)):
         raise ConfigurationError(f"--prompt-file {path}: a text has half of a surrogate pair")
     return [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (False, True)]
@@ -86,19 +95,23 @@ def _saved(content: str) -> list[str]:
     return list(dict.fromkeys(text.removesuffix(end) for text in texts for end in ("", "\n", "\r\n")))
 
 
-def _rendered(body: Mapping[str, Any], tokenizer: Any, template: str | None) -> list[str]:
+def _rendered(body: Mapping[str, Any], tokenizer: Any, arguments: Arguments | None) -> list[str]:
     """The prompts that the chat template may have made of a body: of its messages as the front door
     or a frontend alone gives them to the template, and as they are.
     """
     for name, (kinds, wanted) in _TEMPLATE_FIELDS.items():
         if body.get(name) is not None and not isinstance(body[name], kinds):
             raise ConfigurationError(f"--prompt-file: {name} must be {wanted}, got {shown(body[name])}")
+    template = None if arguments is None else read_template(arguments)
+    thinking = {} if arguments is None or body.get("thinking") is not None else default_thinking(arguments)
     messages = fitted(with_objects(body["messages"]), takes_texts(tokenizer, template))
     options = {"tools": body.get("tools"), "chat_template": template, "tokenize": False}
     texts, problem = list[str](), ""
-    for given in (_with_contents(messages), messages, body["messages"]):
+    by_default: list[dict[str, Any]] = [{}, thinking, {name: thinking[name] for name in _THINKING if thinking}]
+    for given, default in product((_with_contents(messages), messages, body["messages"]), by_default):
         try:
-            texts.append(tokenizer.apply_chat_template(given, **options, **_template_variables(body)))
+            variables = default | _template_variables(body)
+            texts.append(tokenizer.apply_chat_template(given, **options, **variables))
         except Exception as error:  # the boundary of the checkpoint's chat template
             problem = str(error)
     if not texts:
@@ -138,6 +151,9 @@ _TEMPLATE_FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
 }
 """Types of a body's fields that the chat template is given, and what they must be."""
 
+_THINKING = ("thinking", "enable_thinking")
+"""Variables of chat templates that say whether the model thinks."""
+
 _OF_THE_END = ("add_generation_prompt", "continue_final_message")
 """Fields of a body that say how the prompt of a chat ends."""
 
@@ -154,7 +170,7 @@ def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
         else {True: "enabled", False: "disabled", None: None}[thinking]
     )
     if mode in ("enabled", "disabled"):
-        variables |= dict.fromkeys(("thinking", "enable_thinking"), mode == "enabled")
+        variables |= dict.fromkeys(_THINKING, mode == "enabled")
     if mode is not None:
         variables["thinking_mode"] = mode
     if body.get("reasoning_effort") is not None:
