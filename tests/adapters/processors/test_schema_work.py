@@ -209,7 +209,9 @@ def test_the_schemas_of_a_selection_are_limited_together(monkeypatch: pytest.Mon
 
     assert grammars(1) == 1
     for _ in range(5):
-        with pytest.raises(SelectionError, match=r"processors\[\d+\].args.schema: .*too (many cases|complex, together)"):
+        with pytest.raises(
+            SelectionError, match=r"processors\[\d+\].args.schema: .*too (many cases|complex, together)"
+        ):
             grammars(16)
 
 
