@@ -67,8 +67,9 @@ class EngineStack(Stack):
 
     def door_arguments(self, *arguments: str) -> list[str]:
         """The model, and the workers' own arguments behind those of the front door."""
+        model = [] if "--model-path" in arguments else ["--model-path", str(self.model_path)]
         own = [] if "--" in arguments else ["--"]
-        return ["--model-path", str(self.model_path), *arguments, *own, *self._worker_arguments]
+        return [*model, *arguments, *own, *self._worker_arguments]
 
     def wait_for_workers(self, door: Any) -> None:
         """Until all workers are ready."""

@@ -599,3 +599,12 @@ async def test_5000_lines(own_server: NatsServer, tiny_model: Path) -> None:
     assert [each["custom_id"] for each in results] == [json.loads(each)["custom_id"] for each in lines]
     assert status.num_failed == 500
     assert len(letters) == len(MALFORMED)
+
+
+@pytest.mark.parametrize("seconds", ["-5", "0", "nan", "soon"])
+async def test_a_batch_that_has_no_time_is_a_mistake(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """All its requests would have expired when they are queued."""
+    with pytest.raises(SystemExit):
+        main(["submit", "requests.jsonl", f"--deadline-s={seconds}"])
+    problem = f"argument --deadline-s: must be a number of seconds above 0, got '{seconds}'"
+    assert problem in capsys.readouterr().err

@@ -195,6 +195,7 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--max-queue", "-1"], "--max-queue must be an integer of at least 0, got '-1'"),
         (["--context-length", "1"], "--context-length must be at least 2, got 1"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s must be a number of seconds of at least 0, got 'nan'"),
+        (["--step-timeout-s", "-1"], "--step-timeout-s must be a number of seconds above 0, got '-1'"),
         (["--step-timeout-s", "0"], "--step-timeout-s must be a number of seconds above 0, got '0'"),
         (["--engine", "sglang"], "--engine must be one of embedded, trtllm, vllm, constant, got 'sglang'"),
         (["--engine-args", "{}"], "--engine-args {} needs --engine vllm"),

@@ -548,6 +548,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--sampling", '{"seed": 7}'], "--sampling: seed: give it as --seed"),
     (["--prompt", "\udcff"], "--prompt: is not UTF-8"),  # as Python reads such a byte of a command line
     (["--compare", "99999999999999999999999"], "--compare: must be an integer from 0 to"),
+    (["--compare", '[{"name": "nobody"}]'], "error: --compare: logits_processors.processors[0].name: unknown"),
 ]
 
 

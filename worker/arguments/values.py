@@ -56,6 +56,7 @@ def discovery_key(adapter: str) -> str:
 SUBJECT_PART = r"[!-)+,\-/-=?-~]+"
 """A part of a subject of NATS: printable ASCII without dots and wildcards."""
 
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -77,10 +78,9 @@ def packed_copy(text: str) -> str:
 
 
 def positive_seconds(text: str) -> float:
-    found = seconds(text)
-    if found == 0:
+    if not _SECONDS.fullmatch(text) or float(text) == 0:
         raise ValueError("a number of seconds above 0")
-    return found
+    return float(text)
 
 
 store = matching(r"(file|nats|etcd):\S.*", "file:DIRECTORY, nats:URL or etcd:URL")
@@ -120,6 +120,6 @@ def truth(text: str) -> bool:
 
 
 def seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+    if not _SECONDS.fullmatch(text):
         raise ValueError("a number of seconds of at least 0")
     return float(text)

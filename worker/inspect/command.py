@@ -36,6 +36,9 @@ from worker.replay.verdict import check_adapter, check_model_digest, check_weigh
 
 EXIT_SHOWN, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
 
+COMPARED = "B"
+"""Name of the answer that ``--compare`` asks for."""
+
 MAX_SEED = 2**64
 WIDTH = 110
 """Columns of the picture."""
@@ -149,13 +152,22 @@ async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Re
         else:
             requests = _receipt_requests(options, model, recorded)
             lines = notes(model.server, recorded.receipt)
-        recordings = [await record(model, each, options.top) for each in requests]
+        recordings = [await _recorded(model, each, options.top) for each in requests]
     status = EXIT_SHOWN
     if recorded is not None:
         replayed = Replayed(recordings[0].token_ids, recordings[0].error)
         lines.append(verdict(replayed, recorded.receipt))
         status = EXIT_SHOWN if is_equal(replayed, recorded.receipt) else EXIT_DIFFERENT
     return Shown([f"model: {arguments.served_model_name}", *lines], recordings, status)
+
+
+async def _recorded(model: LoadedModel, request: InspectedRequest, top: int) -> Recording:
+    try:
+        return await record(model, request, top)
+    except ServingError as error:
+        if request.name == COMPARED:
+            raise ConfigurationError(f"--compare: {error}") from None
+        raise
 
 
 def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[InspectedRequest]:
@@ -168,10 +180,10 @@ def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[In
     if options.compare is None:
         return [first]
     if _is_seed(options.compare):
-        return [first, first.with_seed("B", _seed_of(options.compare))]
+        return [first, first.with_seed(COMPARED, _seed_of(options.compare))]
     other = _selection_text(options.compare)
     second = inspected_request(model, prompt, sampling, other, options.seed, options.max_tokens)
-    return [first, replace(second, name="B")]
+    return [first, replace(second, name=COMPARED)]
 
 
 def _prompt(options: argparse.Namespace, model: LoadedModel) -> list[int]:
@@ -201,13 +213,13 @@ def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded:
     if options.compare is None:
         return [first]
     if _is_seed(options.compare):
-        return [first, first.with_seed("B", _seed_of(options.compare))]
+        return [first, first.with_seed(COMPARED, _seed_of(options.compare))]
     try:
         named = parse_selection(_selection_text(options.compare))
         other = model.chains.builder.select(named, first.params, served=True)
     except SelectionError as error:
         raise ConfigurationError(f"--compare: {error}") from None
-    return [first, replace(first, name="B", selection=other)]
+    return [first, replace(first, name=COMPARED, selection=other)]
 
 
 def _is_seed(text: str) -> bool:

@@ -18,6 +18,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from tqdm import tqdm
 
+from worker.arguments.values import positive_seconds
 from worker.errors import ConfigurationError, ServingError
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.backup import backup, restore
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--model", help="served model name (default: what the first request's body says)")
     submit.add_argument("--model-version", default="1", help="of the model (default: 1)")
     submit.add_argument("--priority", choices=PRIORITIES, default="normal", help="default: normal")
-    submit.add_argument("--deadline-s", type=float, help="seconds from now after which nothing is answered any more")
+    submit.add_argument("--deadline-s", type=_seconds, help="seconds from now after which nothing is answered any more")
     submit.add_argument("--id", help="of the batch; the same again continues a submission that was interrupted")
     status = commands.add_parser("status", parents=[shared], help="how far a batch is")
     status.add_argument("batch")
@@ -96,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     restore = commands.add_parser("restore", parents=[shared], help="put the batches of a backup into a server")
     restore.add_argument("directory", type=Path)
     return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        return positive_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from None
 
 
 async def _submit(client: Client, options: Any) -> int:
