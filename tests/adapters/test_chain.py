@@ -174,7 +174,7 @@ def test_a_class_with_a_hook_by_its_former_name_is_refused(old, new) -> None:
 
 
 @pytest.mark.parametrize("name", ["start", "accept", "append", "rewind", "rewind_lazily", "lose"])
-def test_a_class_with_a_helper_by_a_name_of_the_base_class_is_refused(name) -> None:
+def test_a_helper_by_a_name_of_the_base_class_is_refused(name) -> None:
     class Mixin:
         pass
 
@@ -239,7 +239,7 @@ class TakesCountLate(TakesCount):
 
 
 @pytest.mark.parametrize("kind", [TakesTokens, TakesTokensOnce, TakesCount, TakesCountLate])
-def test_a_processor_that_takes_an_attribute_of_the_base_class_fails(kind) -> None:
+def test_a_processor_that_takes_a_base_class_attribute_fails(kind) -> None:
     made = ProcessorChain([kind()], CONTEXT)
     with pytest.raises(ProcessorFailed, match=r"changes _\w+, which is an attribute of the base class, at position"):
         made.start([1, 2], [3, 4, 5])

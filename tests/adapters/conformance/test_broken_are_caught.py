@@ -50,7 +50,7 @@ def test_broken(processor: type[Processor]) -> None:
 
 
 @pytest.mark.parametrize("only", [["determinism"], ["runs", "in_place", "determinism"]])
-def test_a_setting_of_torch_that_is_changed_is_caught_and_restored(only: list[str]) -> None:
+def test_a_changed_setting_of_torch_is_caught_and_restored(only: list[str]) -> None:
     (result,) = check_processor(broken.ChangesTorch, only=only).failures
     assert "changed torch's default data type, which all requests share, to torch.float64" in str(result.failure)
     assert torch.get_default_dtype() == torch.float32
