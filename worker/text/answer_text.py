@@ -95,15 +95,21 @@ class AnswerText:
             self._ends += [self._num_final] * len(token_ids)
         return len(self._text) + (self._pieces.num_held_back if self._stops else 0)
 
-    def append(self, token_id: int) -> bool:
-        """Take the next token; returns whether the answer ends here."""
+    def append(self, token_id: int, told: str | None = None) -> bool:
+        """Take the next token; returns whether the answer ends here.
+
+        Args:
+            token_id: The token.
+            told: Stop string that it completes, where whoever generated it says so; one that began
+                too early as far as is known here counts then.
+        """
         self.num_tokens += 1
         if not self._stops:
             self._later.append(token_id)
             return False
         self._add(self._pieces.append(token_id))
         self._ends.append(len(self._text) + self._pieces.num_held_back)
-        return self._stop()
+        return self._stop(told)
 
     def finish(self) -> bool:
         """Flush the held-back text at the end; returns whether that completed a stop string."""
@@ -121,13 +127,13 @@ class AnswerText:
 
     def _add(self, piece: str) -> None:
         self._text += piece
+        self._begun.append(piece)
         if self.is_too_short:
             self._floor = self._first = len(self._text)
-        else:
-            self._begun.append(piece)
 
-    def _stop(self) -> bool:
-        found = self._stops.first(self._text, self._floor, self._first)
+    def _stop(self, told: str | None = None) -> bool:
+        found = None if told is None else StopStrings([told]).first(self._text, self._floor)
+        found = found or self._stops.first(self._text, self._floor, self._first)
         if found is None:
             self._floor = len(self._text)
             return False

@@ -64,7 +64,7 @@ class ChoiceText:
         for key, values in self._held.items():
             values += chunk.pop(key, ())
         finish_reason = chunk.get("finish_reason")
-        self._take(ends=finish_reason is not None, is_stopped=STOP_STRING in chunk)
+        self._take(ends=finish_reason is not None, told=chunk.get(STOP_STRING))
         if self.has_stopped and finish_reason in (None, "length"):
             chunk["finish_reason"] = finish_reason = "stop"
         if self.has_stopped:
@@ -74,16 +74,16 @@ class ChoiceText:
         is_empty = not chunk["token_ids"] and not chunk.get("text") and finish_reason is None
         return None if is_empty and "engine_data" not in chunk else chunk
 
-    def _take(self, *, ends: bool, is_stopped: bool) -> None:
-        """Take the new tokens; where the worker has stopped, the last completes a stop string, even
+    def _take(self, *, ends: bool, told: str | None) -> None:
+        """Take the new tokens; the last completes the stop string that the worker has ``told``, even
         behind fewer than the fewest: others were generated before the request moved here.
         """
         new = self._held["token_ids"][self._num_taken - self._num_sent :]
         for place, token_id in enumerate(new, 1):
             self._num_taken += 1
-            is_end = is_stopped and place == len(new)
-            self._text.is_too_short = self._num_taken < self._request.min_tokens and not is_end
-            if self._text.append(token_id):
+            completed = told if place == len(new) else None
+            self._text.is_too_short = self._num_taken < self._request.min_tokens and completed is None
+            if self._text.append(token_id, completed):
                 self.has_stopped = True
                 return
         if ends:
