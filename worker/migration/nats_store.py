@@ -77,8 +77,7 @@ class NatsStore:
         """See `BoundaryStore.close`."""
         client, self._client, self._bucket = self._client, None, None
         if client is not None:
-            with contextlib.suppress(OSError):  # the server is away, and nats-py writes to the closed socket
-                await client.close()
+            await _end(client)
 
     @asynccontextmanager
     async def _ready(self) -> AsyncIterator[KeyValue]:
@@ -103,17 +102,28 @@ class NatsStore:
 
     async def _connected(self) -> Client:
         if self._client is None or self._client.is_closed:  # by a server that did not let it in
-            self._client = await nats.connect(
-                self._url,
-                connect_timeout=1,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RECONNECT_S,
-                pending_size=0,  # while it is away, nothing is kept to be written late
-                error_cb=_note,
-                name="dynamo-logits-worker",
-                inbox_prefix=INBOX,
-            )
+            self._client, client = None, Client()
+            try:
+                await client.connect(
+                    self._url,
+                    connect_timeout=1,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RECONNECT_S,
+                    pending_size=0,  # while it is away, nothing is kept to be written late
+                    error_cb=_note,
+                    name="dynamo-logits-worker",
+                    inbox_prefix=INBOX,
+                )
+            except BaseException:  # who waits has waited long enough
+                await _end(client)
+                raise
+            self._client = client
         return self._client
+
+
+async def _end(client: Client) -> None:
+    with contextlib.suppress(OSError):  # the server is away, and nats-py writes to the closed socket
+        await client.close()
 
 
 def _is_of_one_server(url: str) -> bool:
