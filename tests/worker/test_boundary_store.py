@@ -374,7 +374,11 @@ async def test_no_message_has_the_password(monkeypatch: pytest.MonkeyPatch) -> N
     async def silent(*_: Any, **__: Any) -> Any:
         await asyncio.Event().wait()
 
+    async def closed(_: Client) -> None:
+        pass
+
     monkeypatch.setattr(record_store, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(Client, "close", closed)
     for connect, problem in ((refused, "refused"), (silent, "does not answer within")):
         monkeypatch.setattr(Client, "connect", connect)
         records = RecordStore(make_store("nats://user:secret@127.0.0.1:4222"))

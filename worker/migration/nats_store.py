@@ -108,7 +108,7 @@ class NatsStore:
                     self._url,
                     connect_timeout=1,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_S,
+                    reconnect_time_wait=RECONNECT_S,  # type: ignore[arg-type]  # any number of seconds is slept
                     pending_size=0,  # while it is away, nothing is kept to be written late
                     error_cb=_note,
                     name="dynamo-logits-worker",
