@@ -75,8 +75,8 @@ class ChoiceText:
         return None if is_empty and "engine_data" not in chunk else chunk
 
     def _take(self, *, ends: bool, told: str | None) -> None:
-        """Take the new tokens; the last completes the stop string that the worker has ``told``, even
-        behind fewer than the fewest: others were generated before the request moved here.
+        """Take the new tokens; the last completes the stop string that the worker has ``told``,
+        even behind fewer than the fewest: others were generated before the request moved here.
         """
         new = self._held["token_ids"][self._num_taken - self._num_sent :]
         for place, token_id in enumerate(new, 1):
