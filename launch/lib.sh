@@ -305,7 +305,7 @@ announce() {
 $launch_name: ready. $served_model answers at $base_url/v1; Ctrl-C stops it. Try:
 
 curl $base_url/v1/chat/completions -H 'Content-Type: application/json'$key \\
-  -d '{"model": "$served_model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+  -d '{"model": "$served_model", "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
 
 TEXT
     [[ $FRONT_DOOR == off || ${FRONT_DOOR_PLAYGROUND:-} != true ]] || say "in a browser: $base_url/playground"
