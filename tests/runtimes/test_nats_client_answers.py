@@ -17,7 +17,9 @@ def told(token_id: int) -> dict[str, Any]:
 
 def test_what_is_told_of_each_token_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All before it was, with each chunk: 10,000 tokens held up the event loop for a minute."""
-    chunks = [{"index": each % 2, "token_ids": [each], "engine_data": told(each)} for each in range(100)]
+    chunks: list[dict[str, Any]] = [
+        {"index": each % 2, "token_ids": [each], "engine_data": told(each)} for each in range(100)
+    ]
     read: list[str] = []
 
     def loads(text: str) -> Any:
