@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,11 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.errors import InvalidRequest
 from worker.requests.prompt_scores import end_json
@@ -142,6 +147,33 @@ def test_a_token_that_is_not_shown_takes_no_place(body: dict[str, Any], offsets:
     answer = response_body(request, body, [chunk], parts.__getitem__, {1})
     lists = answer["choices"][0]["logprobs"]
     assert (lists["tokens"], lists["text_offset"]) == (["a", "<s>", "b"], offsets)
+
+
+class Answering:
+    """A server of one answer, whose end token is no special one of the tokenizer's."""
+
+    def __init__(self) -> None:
+        backend = Tokenizer(WordLevel({"a": 0, "END": 1, "b": 2}, unk_token="a"))
+        tokenizer = cast(Any, PreTrainedTokenizerFast)(tokenizer_object=backend)
+        vocabulary = Vocabulary(3, tokenizer, eos_token_ids=(1,))
+        self.server = SimpleNamespace(chains=SimpleNamespace(vocabulary=vocabulary))
+
+    async def parsed(self, message: Any) -> None:
+        return None
+
+    async def chunks(self, request_id: str, request: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {**LOGPROBS, "token_ids": [0, 1, 2], "text": "a END b", "top_logprobs": [[]] * 3}
+
+
+async def test_an_end_token_that_is_shown_has_its_place() -> None:
+    """With ignore_eos; all end tokens of the model were taken for special ones, which texts leave
+    out.
+    """
+    running = RunningRequest(cast(Any, None), QueuedRequest("batch", 0, "one", COMPLETIONS, {"prompt": "a"}))
+    line = await BatchAnswerer(cast(Any, Answering()), cast(Any, Storage()), 5)._answer(running)
+    lists = line["response"]["body"]["choices"][0]["logprobs"]
+    lengths = [len(token) for token in lists["tokens"]]
+    assert lists["text_offset"] == [0, lengths[0], lengths[0] + lengths[1]]
 
 
 def test_the_token_that_ended_a_completion_is_its_last() -> None:

@@ -159,13 +159,20 @@ def ended(token_ids: list[int], stops: list[str], least: int) -> bool:
     return stop_text.found
 
 
-@given(st.lists(st.sampled_from([0, 1, 2, 3, 6]), min_size=1, max_size=16), STOPS, st.integers(0, 6), st.integers(0, 8))
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8]), min_size=1, max_size=16),
+    STOPS,
+    st.integers(0, 6),
+    st.integers(0, 8),
+)
 @example([0, 1, 0, 1], ["ba"], 3, 0)
+@example([0, 4, 5, 0], ["é"], 3, 0)
+@example([0, 4, 5, 0], ["é"], 3, 2)
 def test_the_text_ends_where_the_worker_ends_it(
     token_ids: list[int], stops: list[str], least: int, num_begun: int
 ) -> None:
     """A stop string that began before min_tokens ended the text, and the worker went on: the
-    answer had no receipt.
+    answer had no receipt. So it was where the token before had a part of its first character.
     """
     begun, rest = token_ids[:num_begun], token_ids[num_begun:]
     if ended(begun, stops, least) or not rest:

@@ -29,14 +29,17 @@ class IncrementalText:
 
     Args:
         decode: Decodes token ids, as the tokenizer does.
-        context: Tokens before the first one; the last few matter for tokenizers that drop a leading
-            space.
+        context: Tokens before the first one; the last few with a text matter for tokenizers that
+            drop a leading space.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens = list(context[-_CONTEXT:])  # the window: decoded as a whole for every token
         self._text = decode(self._tokens) if self._tokens else ""
+        while not self._text and len(self._tokens) < len(context):  # special tokens alone, as places of pictures
+            self._tokens = list(context[-2 * len(self._tokens) :])
+            self._text = decode(self._tokens)
         if self._text.endswith(_UNFINISHED):  # the answer must not complete a character of the prompt
             self._tokens, self._text = [], ""
         self._num_given = len(self._text)  # characters of the window that were returned, or are context

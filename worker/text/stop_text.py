@@ -6,10 +6,14 @@ as it takes: how many tokens behind the stop string came along, and count, would
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from worker.text.deltas import Delta, TokenBytes
 from worker.text.stop_strings import StopStrings
+
+MOST_PARTS = 3
+"""Tokens that a character can have begun in, without its last byte."""
 
 
 class StopText:
@@ -35,7 +39,11 @@ class StopText:
         self._token_bytes = token_bytes
         self._stops = StopStrings([stop.encode() for stop in stops])
         self._ignored = min_tokens - len(generated)
-        self._text = self._tail_of(generated[max(0, min_tokens - 1) :])  # as far back as a stop string may have begun
+        first = max(0, min_tokens - 1)
+        self._text = b""  # as far back as a stop string may have begun
+        for token_id in generated[:first][-MOST_PARTS:]:
+            self._ignore(token_id)
+        self._text = self._tail_of(generated[first:])
 
     @property
     def found(self) -> bool:
@@ -57,11 +65,19 @@ class StopText:
             text = piece + text
             if not piece or len(self._stops.tail(text)) < len(text):
                 break
+        else:
+            text = self._text + text
         return self._stops.tail(text)
+
+    def _ignore(self, token_id: int) -> None:
+        """Take a token of too few: a stop string may begin with a character that it begins."""
+        added = self._token_bytes[token_id]
+        self._text = _begun_character(self._text + added) if added else b""
 
     def _completes(self, token_id: int) -> bool:
         self._ignored -= 1
         if self._ignored > 0:
+            self._ignore(token_id)
             return False
         added = self._token_bytes[token_id]
         text = self._text + added if added else b""
@@ -71,3 +87,10 @@ class StopText:
             start, end = found
             self.stopped_by = text[start:end].decode()
         return found is not None
+
+
+def _begun_character(text: bytes) -> bytes:
+    """The end of a text that is the beginning of a character."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text)
+    return decoder.getstate()[0]

@@ -276,6 +276,21 @@ def test_a_space_behind_tokens_without_a_text_stays(num_special: int) -> None:
     assert counted.most <= 64
 
 
+@pytest.mark.parametrize("num_special", [0, 5, 6, 100])
+@pytest.mark.parametrize("num_words", [0, 1, 9])
+def test_a_space_behind_such_tokens_of_a_prompt_stays(num_words: int, num_special: int) -> None:
+    """The context had nothing else in it, behind the places of pictures for one."""
+    decode = byte_fallback()
+    prompt = [WORD] * num_words + [SPECIAL] * num_special
+    counted = Counted(decode)
+    text = IncrementalText(counted, prompt)
+    pieces = [text.append(WORD) for _ in range(40)]
+    assert decode(prompt) + "".join(pieces) == decode(prompt + [WORD] * 40)
+    counted.most = 0
+    assert text.append(WORD) == " word"
+    assert counted.most <= 64
+
+
 def test_a_stop_string_is_found_behind_stray_bytes() -> None:
     answer = AnswerText(byte_level, ["A\ufffd", "BC"])
     ids = [*[0x80] * 500, 0x41, 0x42, 0x43]

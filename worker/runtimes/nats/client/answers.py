@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +22,29 @@ class ChoiceAnswer:
         token_ids: Generated tokens.
         finish_reason: ``stop``, ``length`` or ``cancelled``.
         log_probs: Log probability of each token, if they were asked for.
-        engine_data: Data of the worker beside the tokens, if some were asked for: the newest value
-            of each key, and under ``rollout`` the lists of all tokens.
     """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     log_probs: list[float] = field(default_factory=list)
-    engine_data: dict[str, Any] | None = None
+    _data: dict[str, Any] | None = field(default=None, repr=False)
+    _told: dict[str, list[Any]] = field(default_factory=dict, repr=False)  # of tokens, by the names of its lists
+
+    @property
+    def engine_data(self) -> dict[str, Any] | None:
+        """Data of the worker beside the tokens, if some were asked for: the newest value of each
+        key, and under ``rollout`` the lists of all tokens, as JSON text.
+        """
+        if self._data is None or not self._told:
+            return self._data
+        return {**self._data, ROLLOUT: json.dumps(self._told, separators=(",", ":"))}
+
+    def take_data(self, data: Mapping[str, Any]) -> None:
+        """Take the data of the next chunk."""
+        self._data = {**(self._data or {}), **data}
+        for name, values in json.loads(data.get(ROLLOUT, "{}")).items():
+            self._told.setdefault(name, []).extend(values)
 
 
 @dataclass(slots=True)
@@ -53,17 +68,8 @@ class Answer:
         choice.token_ids += chunk["token_ids"]
         choice.log_probs += chunk.get("log_probs", ())
         if "engine_data" in chunk:
-            choice.engine_data = _joined(choice.engine_data or {}, chunk["engine_data"])
+            choice.take_data(chunk["engine_data"])
         choice.finish_reason = chunk.get("finish_reason", choice.finish_reason)
         if "completion_usage" in chunk:
             self.usage["prompt_tokens"] = chunk["completion_usage"]["prompt_tokens"]
             self.usage["completion_tokens"] += chunk["completion_usage"]["completion_tokens"]
-
-
-def _joined(before: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The data of two chunks; what they say of tokens is JSON text, in which a list has each."""
-    joined = {**before, **data}
-    if ROLLOUT in before and ROLLOUT in data:
-        lists, more = json.loads(before[ROLLOUT]), json.loads(data[ROLLOUT])
-        joined[ROLLOUT] = json.dumps({key: lists.get(key, []) + more.get(key, []) for key in {**lists, **more}})
-    return joined
