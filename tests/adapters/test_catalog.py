@@ -276,9 +276,7 @@ def test_a_module_that_changes_torch_on_import_is_refused(tmp_path: Path, monkey
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_class_that_resists_wrapping_is_the_operators_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_that_resists_wrapping_is_the_operators_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "resists.py").write_text(
         "class Signature(type):\n"
         "    @property\n"
