@@ -42,7 +42,7 @@ def _lenient(schema: Any) -> Iterator[type]:
     """The classes in a schema of pydantic-core that are less strict than `ProcessorArgs`."""
     if isinstance(schema, dict):
         if schema.get("type") in ("model", "dataclass", "typed-dict"):
-            wanted = {"strict": True, "allow_inf_nan": False}
+            wanted: dict[str, object] = {"strict": True, "allow_inf_nan": False}
             if not schema.get("root_model"):  # which has no names
                 wanted["extra_fields_behavior"] = "forbid"
             config = schema.get("config", {})
