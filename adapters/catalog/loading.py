@@ -14,6 +14,7 @@ from adapters import lean_torch, torch_at_use
 from adapters.catalog.entry import BUILT_IN, Entry
 from adapters.catalog.selection import NAME
 from adapters.contract import Processor, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.contract.context import check_strict
 from adapters.interrupts import is_interrupt
 from adapters.third_party import wrap_third_party
 
@@ -132,6 +133,10 @@ def check_entry(entry: Entry) -> None:
             json.dumps(entry.as_json(), allow_nan=False)
         except Exception as error:  # of pydantic, or of types of the third party
             raise CatalogError(f"{entry.source}: the arguments have no JSON Schema: {error}") from error
+        try:
+            check_strict(processor.Args)  # its parts may have been defined after it
+        except TypeError as error:
+            raise CatalogError(f"{entry.source}: {error}") from error
 
 
 _DECLARED = {"version": int, "stage": Stage, "reads": Reads, "scopes": tuple, "Args": type}

@@ -102,14 +102,20 @@ class Failures:
         return self.fail(names, "unsatisfiable", f"no token is left at position {len(self._tokens)}")
 
     def unusable(self, reason: str, problem: str) -> ProcessorFailed:
-        """Record that the row planned last cannot be sampled after its edits; all are named.
+        """Record that the row planned last cannot be sampled after its edits.
+
+        All that edited it are named; of a row that is not finite, third parties alone if there is
+        one: built-ins leave a finite row finite.
 
         Args:
             reason: ``nan``, ``infinite`` or ``empty``.
             problem: The same in words.
         """
-        names = ", ".join(self._planned.names(("masked", "shaped", "biased"))) or "model"
-        return self.fail(names, reason, f"{problem} at position {len(self._tokens)}")
+        names = self._planned.names(("masked", "shaped", "biased"))
+        if reason != "empty":
+            third_parties = {member.name for member in self._members if member.is_third_party}
+            names = [name for name in names if name in third_parties] or names
+        return self.fail(", ".join(names) or "model", reason, f"{problem} at position {len(self._tokens)}")
 
     def check(self, plan: RowPlan) -> None:
         """Raise `ProcessorFailed` if a mask forbids the forced id, or masks leave no token."""

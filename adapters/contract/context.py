@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,26 +19,40 @@ class ProcessorArgs(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
-        _check_strict(cls, cls.__qualname__)
-        for name, argument in cls.model_fields.items():
-            for part in _parts(argument.annotation):
-                _check_strict(part, f"{cls.__qualname__}.{name}: {getattr(part, '__name__', part)}")
+        if cls.__pydantic_complete__:
+            check_strict(cls)
 
 
-def _check_strict(kind: Any, where: str) -> None:
-    """Raise `TypeError` for a class that pydantic reads less strictly than `ProcessorArgs`."""
-    config = getattr(kind, "model_config", getattr(kind, "__pydantic_config__", None))
-    if config is not None and any(config.get(key) != ProcessorArgs.model_config.get(key) for key in _STRICT):
+def check_strict(args: type[ProcessorArgs]) -> None:
+    """Check that pydantic reads arguments and their parts, at any depth, as strictly as
+    `ProcessorArgs`.
+
+    Args:
+        args: Class of the arguments, complete: all that its annotations name is defined.
+
+    Raises:
+        TypeError: it reads one of them less strictly; the class is named.
+    """
+    for kind in _lenient(args.__pydantic_core_schema__):
+        where = args.__qualname__ if kind is args else f"{args.__qualname__}: its part {kind.__name__}"
         raise TypeError(f"{where} takes unknown names, other types or NaN; derive it from ProcessorArgs as it is")
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
-    yield annotation
-    for part in get_args(annotation):
-        yield from _parts(part)
-
-
-_STRICT = ("extra", "strict", "allow_inf_nan")
+def _lenient(schema: Any) -> Iterator[type]:
+    """The classes in a schema of pydantic-core that are less strict than `ProcessorArgs`."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("model", "dataclass", "typed-dict"):
+            wanted: dict[str, object] = {"strict": True, "allow_inf_nan": False}
+            if not schema.get("root_model"):  # which has no names
+                wanted["extra_fields_behavior"] = "forbid"
+            config = schema.get("config", {})
+            if any(config.get(key) != value for key, value in wanted.items()):
+                yield schema["cls"]
+        for part in schema.values():
+            yield from _lenient(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from _lenient(part)
 
 
 class ArgumentError(ValueError):

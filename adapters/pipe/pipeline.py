@@ -111,7 +111,7 @@ class LogitsPipe:
 
         Raises:
             ValueError: an op raised, its error is the cause; or no op of the pipe takes one of the
-                parameters; or half precision has no number as high as a result.
+                parameters; or the highest result of a row is beyond half precision.
         """
         if self.compiled_ops is None:
             logger.warning("Pipeline is not compiled, running discrete ops.")
@@ -138,13 +138,14 @@ def _narrowed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``rows`` (``[B, V]``) in half precision.
 
     Raises:
-        ValueError: a value is above its range, and would be infinite.
+        ValueError: the highest value of a row is beyond its range, and would be infinite.
     """
     found = rows.to(dtype)
-    beyond = (found == torch.inf) & (rows < torch.inf)
+    highest = rows.amax(-1)
+    beyond = highest.isfinite() & found.amax(-1).isinf()
     if bool(beyond.any()):
         row = int(beyond.nonzero()[0, 0])
-        raise ValueError(f"row {row} is too large for {dtype}: {float(rows[row].max())}")
+        raise ValueError(f"row {row} is beyond {dtype}: its highest value is {float(highest[row])}")
     return found
 
 

@@ -137,7 +137,7 @@ class TopP(_RowWise):
     """
 
     name = "top_p"
-    version = 2  # weights are integers
+    version = 3  # weights have the unit of the whole row
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -238,6 +238,7 @@ class TopNSigma(_RowWise):
     """
 
     name = "top_n_sigma"
+    version = 2  # no deviation is infinite
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):

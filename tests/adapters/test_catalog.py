@@ -14,7 +14,8 @@ import third_party
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, RootModel, ValidationError, create_model
+from typing_extensions import TypeAliasType
 
 from adapters.catalog import (
     NAME,
@@ -237,6 +238,7 @@ def test_third_party_class_is_wrapped_and_runs(catalog: Catalog) -> None:
         ("scoped_by_text=third_party:ScopedByText", "ScopedByText.scopes must be of type tuple, got 'answer'"),
         ("lenient_args=third_party:LenientArgs", "LenientArgs.Args must be a subclass of ProcessorArgs"),
         ("boundless_default=third_party:BoundlessDefault", "the arguments have no JSON Schema: Out of range float"),
+        ("lenient_part=third_party:LenientPart", "LenientPart.Args: its part LenientLater takes unknown names"),
         ("without_schema=third_party:WithoutSchema", "the arguments have no JSON Schema"),
         ("nothing=third_party:Nothing", "cannot be called"),
         ("steering=adapters.contract.processor:SteeringProcessor", "neither"),
@@ -327,9 +329,34 @@ class PlainWindow:
     size: int = 1
 
 
-@pytest.mark.parametrize("part", [Window, list[Window], dict[str, Window | None], LooseWindow])
+@dataclass
+class PlainWithWindow:
+    """A dataclass with such a part."""
+
+    inner: Window
+
+
+class StrictWithWindow(BaseModel):
+    """A strict model with such a part."""
+
+    model_config = ProcessorArgs.model_config
+
+    inner: Window
+
+
+class Sizes(RootModel[list[int]]):
+    """Lets texts for numbers pass."""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(Window, list[Window], dict[str, Window | None], TypeAliasType("Windows", list[Window])),
+        *(LooseWindow, PlainWithWindow, StrictWithWindow, Sizes),
+    ],
+)
 def test_arguments_with_lenient_parts_are_refused(part: Any) -> None:
-    with pytest.raises(TypeError, match=r"^Args\.window: \w*Window takes unknown names, other types or NaN"):
+    with pytest.raises(TypeError, match=r"^Args: its part (\w*Window|Sizes) takes unknown names, other types or NaN"):
         create_model("Args", __base__=ProcessorArgs, window=(part, ...))
 
 
@@ -337,6 +364,16 @@ def test_arguments_with_lenient_parts_are_refused(part: Any) -> None:
 def test_arguments_that_are_lenient_are_refused(loose: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"Args takes unknown names, other types or NaN"):
         type("Args", (ProcessorArgs,), {"model_config": loose, "__module__": __name__})
+
+
+def test_a_list_of_its_own_may_be_a_part_of_arguments() -> None:
+    class Strict(RootModel[list[int]]):
+        model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    kind = create_model("Args", __base__=ProcessorArgs, sizes=(Strict, ...))
+    kind.model_validate_json('{"sizes": [2]}')
+    with pytest.raises(ValidationError):
+        kind.model_validate_json('{"sizes": ["2"]}')
 
 
 @pytest.mark.parametrize("part", [StrictWindow, list[StrictWindow], PlainWindow])

@@ -141,6 +141,21 @@ class BoundlessDefault(Loud):
         most: float = float("inf")
 
 
+class LenientPart(Loud):
+    """Takes an object that lets unknown names pass, whose class is defined after it."""
+
+    name = "lenient_part"
+
+    class Args(Loud.Args):
+        part: LenientLater | None = None
+
+
+class LenientLater(BaseModel):
+    """A part of arguments."""
+
+    size: int = 0
+
+
 class WithoutSchema(Loud):
     """Has an argument that JSON Schema cannot describe."""
 

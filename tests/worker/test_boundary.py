@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.contract import SAMPLE, uniform
+from adapters.contract.random_numbers import SAMPLE_AGAIN
 from worker.migration.boundary import VERSION, Boundary, _digest, continuation
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 
@@ -146,3 +148,9 @@ def test_a_record_nested_to_any_depth_is_none() -> None:
         written = b'{"version":%d,"digest":"","x":%b1%b}' % (VERSION, b"[" * depth, b"]" * depth)
         with pytest.raises(ValueError, match=r"altered|nested too deeply"):
             Boundary.decode(written)
+
+
+def test_the_version_is_of_the_random_numbers_too() -> None:
+    """Workers whose numbers differ must not go on with each other's answers: raise it with them."""
+    numbers = [uniform(7, 1, 9, purpose) for purpose in (SAMPLE, SAMPLE_AGAIN, 2 * SAMPLE_AGAIN)]
+    assert (VERSION, numbers) == (5, [0.4684407293269623, 0.2318924754042721, 0.6718774986371892])

@@ -240,6 +240,13 @@ def test_alternatives_are_not_reported_at_another_temperature(temperature: float
         sglang_request.read({**fields, "top_logprobs_num": 2})
 
 
+@pytest.mark.parametrize("value", [0, 1, 1.0])
+def test_alternatives_are_reported_beside_a_named_0_or_1(value: float) -> None:
+    named = [{"name": "temperature", "args": {"value": value}}]
+    fields = {"text": "a", "logits_processors": named, "return_logprob": True, "top_logprobs_num": 2}
+    assert sglang_request.read(fields).requests[0].top == 2
+
+
 def test_weight_versions_in_vllms_form() -> None:
     versions = [{"version": "6", "from_token": 0}, {"version": "7", "from_token": 4}]
     assert spans(versions, 9) == [

@@ -15,7 +15,7 @@ from worker.errors import shown
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
-VERSION = 4
+VERSION = 5
 """Version of the format, and of the random numbers that go on from a seed."""
 
 MAX_COUNT = 2**53

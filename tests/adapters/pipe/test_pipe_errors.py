@@ -356,7 +356,10 @@ def test_a_result_beyond_half_precision(dtype: torch.dtype, compile_: bool) -> N
     low = LogitsPipe([Temperature()], compile_)
     assert bool(low(logits, temperature=0.01).isfinite().all())
     temperature = 0.001 if dtype == torch.float16 else 1.941e-37
-    with pytest.raises(ValueError, match=rf"^row 1 is too large for {dtype}"):
+    with pytest.raises(ValueError, match=rf"^row 1 is beyond {dtype}"):
+        low(logits, temperature=temperature)
+    logits[1] = -66.0  # no token would be left
+    with pytest.raises(ValueError, match=rf"^row 1 is beyond {dtype}"):
         low(logits, temperature=temperature)
 
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from backtracking_world import PROMPT as WORLD_PROMPT
+from backtracking_world import World
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,3 +95,35 @@ def test_ids_that_are_no_token_count_in_neither(seed: int, count: int, stage: St
     tap.see_prompt(len(PROMPT) - 1, logits)
     assert not tap.wants_prompt
     assert states(resumed.chain) == states(request.chain)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 10))
+def test_tokens_that_were_rewound_are_found_again(seed: int, count: int) -> None:
+    """Several at one position, each sampled with a random number of its own."""
+    world, size = World("abcdefgh", ["a", "b", "c", "de"], ["f"]), 8
+    model: Any = SimpleNamespace(vocab_size=size, undecodable_ids=())
+    params = SamplingParams(temperature=1.0)
+
+    def request(tokens: list[int]) -> Request:
+        chain = world.chain(others=[Mirostat(Mirostat.Args(tau=2.5, eta=0.9), Context(Vocabulary(size)))])
+        return Request("one", 0, params, tokens, len(WORLD_PROMPT), 64, frozenset(), seed=seed, chain=chain)
+
+    logits = 2.0 * torch.randn(count + 64, size, generator=torch.Generator().manual_seed(seed))
+    first, sampler = request([*WORLD_PROMPT]), Sampler(size, ())
+    assert first.chain is not None
+    while len(first.tokens) < len(WORLD_PROMPT) + count or first.chain.held_from is not None:
+        plan = Plan((), (), (first,))
+        row = logits[len(first.tokens) - len(WORLD_PROMPT)]
+        samples = sampler.sample(row[None].clone(), plan_edits(plan), plan)
+        assert not samples.errors
+        first.append(samples.token_ids[0])
+        first.chain.accept(samples.token_ids[0], first.chain.position)
+        position = first.chain.rewind_if_asked()
+        if position is not None:
+            del first.tokens[position:]
+    resumed = request([*first.tokens])
+    tap = resume(resumed, model)
+    assert tap is not None
+    tap.see_prompt(len(WORLD_PROMPT) - 1, logits[: len(first.tokens) - len(WORLD_PROMPT)].clone())
+    assert states(resumed.chain) == states(first.chain)

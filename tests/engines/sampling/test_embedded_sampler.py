@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.chain import ProcessorChain
-from adapters.contract import Context, Edit, Reads, Scale, Stage, SteeringProcessor, bitmask_of
+from adapters.contract import Bias, Context, Edit, Reads, Scale, Stage, SteeringProcessor, bitmask_of
 from adapters.processors.truncation import TopK, TopP
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, TokenLogprob
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Edits, Output, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.step import plan_edits
 from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
@@ -396,6 +397,36 @@ def test_a_processor_whose_edits_overflow_is_named(model: ScriptedModel) -> None
     assert tokens == {"alone": model.greedy(PROMPT, 4), "overflows": [*model.greedy(PROMPT, 2), None]}
     (error,) = [one.error for one in outputs if one.error is not None]
     assert error == "logits processor acme/overflows: left +inf in the logits at position 5"
+
+
+class Adds(SteeringProcessor):
+    """Makes one token likelier."""
+
+    name = "acme/adds"
+    stage = Stage.BIAS
+    reads = Reads.NOTHING
+
+    def edit(self) -> Edit | None:
+        return Bias.of([2], [1.0])
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+@pytest.mark.parametrize("third_party", [False, True])
+def test_what_the_model_computed_is_no_failure_of_built_ins(odd: float, third_party: bool) -> None:
+    """Of a row that is not finite they keep what makes it so; a third party may have made it."""
+    processors: list[Any] = [TopK(TopK.Args(k=3), CONTEXT), *([Adds(None, CONTEXT)] if third_party else [])]
+    chain = ProcessorChain(processors, CONTEXT)
+    chain.start(PROMPT)
+    logits = torch.zeros(1, WIDTH)
+    logits[0, 4] = odd
+    one = request(ScriptedModel(), "one", PROMPT, greedy())
+    one.chain = chain
+    plan = Plan((one,), (), (one,))
+    error = Sampler(WIDTH, ()).sample(logits, plan_edits(plan), plan).errors[0]
+    problem = "NaN" if math.isnan(odd) else "+inf"
+    named = f"logits processor acme/adds: left {problem} in the logits at position {len(PROMPT)}"
+    assert error == (named if third_party else "the row of logits holds NaN or +inf")
+    assert (chain.failure is not None) == third_party
 
 
 def test_writing_to_the_list_of_ids_misleads_nobody_else(model: ScriptedModel) -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from backtracking_world import PROMPT, World
 
+from adapters.contract import SAMPLE, uniform
+from adapters.contract.random_numbers import SAMPLE_AGAIN
 from worker.engines.embedded.plan import Plan, Request
 from worker.engines.embedded.sampling import Sampler
+from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.step import plan_edits
 from worker.sampling import SamplingParams
 
@@ -70,3 +73,16 @@ def test_a_rewound_token_is_as_likely_as_the_logits_say(phrase: str, shown: int)
     distance = sum((found[each] - count * chance) ** 2 / (count * chance) for each, chance in chances.items())
     freedom = len(chances) - 1
     assert distance < freedom + 3 * (2 * freedom) ** 0.5
+
+
+def test_drafted_positions_have_the_numbers_that_they_have_alone() -> None:
+    """A number is another one at the position that was rewound, and at none after it."""
+    chain = World("abcd", ["b"]).chain()
+    chain.accept(1, chain.position)
+    position = chain.rewind_if_asked()
+    assert position == len(PROMPT)
+    params = SamplingParams(temperature=1.0)
+    request = Request("one", 0, params, [*PROMPT], position, 64, frozenset(), seed=3, chain=chain)
+    purposes = (SAMPLE_AGAIN, SAMPLE, SAMPLE)
+    expected = [uniform(3, 0, position + depth, purpose) for depth, purpose in enumerate(purposes)]
+    assert list(RowTable((request,), [0, 3], 4).uniforms().values()) == expected

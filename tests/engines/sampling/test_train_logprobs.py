@@ -262,3 +262,19 @@ def test_the_temperature_is_the_one_that_acts(
     assert entry.tempered == pytest.approx(expected, abs=1e-5)
     assert entry.processed == pytest.approx(entry.tempered, abs=1e-5)
     assert entry.log_mass == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("greedy", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}])
+def test_a_greedy_answer_is_at_the_temperature_1(greedy: dict[str, Any]) -> None:
+    """Also beside a processor of another temperature, which changes nothing of it."""
+    context, prompt = Context(Vocabulary(WIDTH), seed=1), [5, 6]
+    named = ProcessorChain([Temperature(Temperature.Args(value=0.5), context)], context)
+    named.start(prompt)
+    asked = SamplingParams(max_tokens=1, logprobs_mode="train", **greedy)
+    left, chain = with_field_processors(asked, named, prompt, context, by_sampler=FIELDS)
+    request = Request("one", 0, left, prompt, len(prompt), 64, frozenset(), seed=1, chain=chain)
+    plan = Plan((request,), (), (request,))
+    logits = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
+    entry = Sampler(WIDTH, ()).sample(logits.clone(), plan_edits(plan), plan).logprobs[0][0]
+    assert entry.token_id == int(logits[0].argmax())
+    assert entry.tempered == pytest.approx(log_softmax(logits[0].double().numpy())[entry.token_id], abs=1e-5)

@@ -216,7 +216,7 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
     wants = flag(own, "return_logprob")
     start = integer(own, "logprob_start_len", -1, 2**31, -1)
     top = integer(own, "top_logprobs_num", 0, MAX_LOGPROBS, 0)
-    if top and (completion["temperature"] not in (0, 1) or _names_temperature(own.get("logits_processors"))):
+    if top and (completion["temperature"] not in (0, 1) or _names_other_temperature(own.get("logits_processors"))):
         raise FieldRefused("top_logprobs_num", "alternatives are reported at the temperatures 0 and 1 alone")
     if own.get("rid") is not None and not isinstance(own["rid"], str):
         raise FieldRefused("rid", "must be a text, or of a batch a list of texts")
@@ -232,10 +232,17 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
     )
 
 
-def _names_temperature(selected: Any) -> bool:
-    """Whether a value of ``logits_processors``, which is checked later, names a temperature."""
+def _names_other_temperature(selected: Any) -> bool:
+    """Whether a value of ``logits_processors``, which is checked later, names another temperature
+    than 0 and 1.
+    """
     named = selected.get("processors") if isinstance(selected, dict) else selected
-    return isinstance(named, list) and any(isinstance(one, dict) and one.get("name") == "temperature" for one in named)
+    for one in named if isinstance(named, list) else []:
+        if isinstance(one, dict) and one.get("name") == "temperature":
+            args = one.get("args")
+            if not isinstance(args, dict) or args.get("value") not in (0, 1):
+                return True
+    return False
 
 
 def _adapt(completion: Body) -> None:

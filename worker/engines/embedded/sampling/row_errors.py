@@ -29,7 +29,7 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
             continue
         if value == -math.inf and row in chains:
             errors[row] = str(chains[row].failures.no_token_left())
-        elif row in chains and chains[row].is_checked:
+        elif row in chains and any(member.is_third_party for member in chains[row].members):
             reason = "nan" if math.isnan(value) else "infinite"
             errors[row] = str(chains[row].failures.unusable(reason, PROBLEMS[reason]))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -98,10 +99,9 @@ class RowTable:
         found = []
         for row in self.trained:
             temperature = self.controls[row].divisor if row in self.controls else 1.0
-            for member in late.get(row, ()):
-                if isinstance(member.processor, Temperature) and member.processor.value >= GREEDY_BELOW:
-                    temperature *= member.processor.value
-            found.append(temperature)
+            acting = [one.processor.value for one in late.get(row, ()) if isinstance(one.processor, Temperature)]
+            is_greedy = row not in self.controls or any(value < GREEDY_BELOW for value in acting)
+            found.append(1.0 if is_greedy else math.prod(acting, start=temperature))
         return found
 
     @cached_property
@@ -120,8 +120,10 @@ class RowTable:
             return {}
         owners = [self.owners[row] for row in self.random]
         positions = [len(request.tokens) + depth for request, depth in owners]
-        ruled_out = [0 if request.chain is None else request.chain.num_ruled_out for request, _ in owners]
-        purposes = [SAMPLE + SAMPLE_AGAIN * count for count in ruled_out]
+        purposes = [
+            SAMPLE + SAMPLE_AGAIN * request.chain.num_ruled_out if request.chain is not None and not depth else SAMPLE
+            for request, depth in owners
+        ]
         numbers = uniform_rows(self._seeds, self._choices, positions, purposes)
         return dict(zip(self.random, numbers.tolist(), strict=True))
 
