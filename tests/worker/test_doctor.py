@@ -247,7 +247,7 @@ def test_json_is_json_in_any_encoding(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "\u00fc"))
     monkeypatch.setattr(sys, "stdout", bare)
     main(["--json"])
-    found = {each["name"]: each["found"] for each in json.loads(bare.buffer.getvalue())}  # type: ignore[attr-defined]
+    found = {each["name"]: each["found"] for each in json.loads(bare.buffer.getvalue())}
     assert found["model cache"].startswith(f"{tmp_path}/\u00fc/")
 
 
