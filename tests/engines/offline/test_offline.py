@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -927,6 +928,19 @@ def test_tokens_before_an_interrupted_draft_are_kept(error: type[BaseException],
         key: model.greedy([token], count) for key, (token, count) in counts.items()
     }
     assert engine.unfinished == []
+
+
+def test_an_interrupt_behind_an_end_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    keys = [engine.add([token], SamplingParams(max_tokens=1, ignore_eos=True)) for token in (3, 4)]
+    monkeypatch.setattr(
+        engine.session.stepper.speculator, "remember", Mock(side_effect=[KeyboardInterrupt, None, None])
+    )
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert [one.request_id for one in engine.step()] == keys
+    assert engine.session.is_idle
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
