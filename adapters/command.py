@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_command in COMMANDS:
         add_command(commands)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)  # which may print the checks
         status: int = arguments.run(arguments)
     except (CatalogError, KeyError) as error:
         sys.stderr.write(f"{error.args[0]}\n")

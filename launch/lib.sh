@@ -394,7 +394,8 @@ choose_stop_timeout() {
     done
 }
 
-[[ " ${script_arguments[*]} " != *" --model-path"[\ =]* ]] || fail "the model is given as MODEL_PATH, not as --model-path"
+model_flag=' (--model(-path)?)[ =]' # other workers' name, too
+[[ ! " ${script_arguments[*]} " =~ $model_flag ]] || fail "the model is given as MODEL_PATH, not as ${BASH_REMATCH[1]}"
 choose_stop_timeout
 trap 'on_signal 130' INT
 trap 'on_signal 143' TERM

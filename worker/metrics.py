@@ -206,7 +206,7 @@ class LoadMetrics:
         """The metrics of now; `prometheus_client` calls it."""
         load = self._engine.load()
         gauges = (
-            ("waiting_requests", "Requests in the waiting queue.", load.num_waiting),
+            ("waiting_requests", "Requests that wait, held back before the queue among them.", load.num_waiting),
             ("running_requests", "Requests in the batch.", load.num_running),
             ("kv_used_blocks", "KV blocks that requests own: running, or pinned for transfer.", load.num_used_blocks),
             ("kv_total_blocks", "KV blocks that the engine owns.", self._info.total_kv_blocks),

@@ -46,7 +46,7 @@ def test_detection_needs_no_standard_output(tmp_path: Path, monkeypatch: pytest.
     assert main(["detect", "FILE", "--key-file", "KEY"]) == 0
 
 
-@pytest.mark.parametrize("command", [["list"], ["schema"], CHECK])
+@pytest.mark.parametrize("command", [["list"], ["schema"], CHECK, ["check", "--list"]])
 def test_a_full_disk_is_no_failed_check(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ import pytest
 import yaml
 from manifest_files import FOLDER, GPU_ENGINES, GRAPHS, load_graph, load_schema
 
+from worker.frontdoor.options import parse_options
+
 CHART = FOLDER / "chart"
 HELM = "helm-python-sdk==0.2.2"  # Helm 4.2.3, compiled
 KUBERNETES = "1.32"
@@ -75,6 +77,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "frontend": {"args": ["--busy-threshold", "0.9"]},
             "frontDoor": {"env": [{"name": "C", "value": "d"}]},
         },
+    ),
+    "a door's own options": (
+        "dlw-agg",
+        {"frontDoor": {"args": ["--body-limit-mib", "8", "--drain-timeout-s=40"]}},
     ),
     "a long drain": ("pair", {"disaggregated": True, "workers": {"drainTimeoutSeconds": 300}}),
     "names that YAML would read as something else": (
@@ -183,6 +189,19 @@ def test_arguments_and_variables_are_added(rendered: dict[str, dict[str, str] | 
     assert worker["env"] == [*plain_ones[2]["env"], {"name": "A", "value": "b"}]
     without = [each for each in plain_ones[2]["args"] if each not in ("--kv-blocks", "2048")]
     assert worker["args"] == [*without, "--max-num-seqs", "8"]
+
+
+def test_a_front_door_has_its_options_once(rendered: dict[str, dict[str, str] | str]) -> None:
+    """It takes none that is given twice."""
+    (graph,) = resources(rendered, "a door's own options")
+    (door,) = [
+        each
+        for part in graph["spec"]["components"]
+        for each in part["podTemplate"]["spec"]["containers"]
+        if each["name"] == "front-door"
+    ]
+    options = parse_options(door["args"], {})
+    assert (options.body_limit_mib, options.drain_timeout_s, options.port) == (8, 40.0, 8000)
 
 
 def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, dict[str, str] | str]) -> None:

@@ -258,11 +258,12 @@ def test_the_workers_own_variable_chooses_the_environment(tmp_path: Path) -> Non
 
 def test_the_model_has_one_way_to_be_given(tmp_path: Path) -> None:
     """Before anything is fetched: the worker would be given it twice."""
-    for arguments in (["--model-path", "/m"], ["--kv-blocks", "64", "--model-path=/m"]):
+    flags = ["--model-path", "--model"]  # the second one is vLLM's and TensorRT-LLM's
+    for flag, arguments in zip(flags, (["--kv-blocks", "64", "--model-path=/m"], ["--model", "/m"]), strict=True):
         with launched(tmp_path, *arguments) as script:
             assert script.finish() == 1
-            assert script.output == "agg: error: the model is given as MODEL_PATH, not as --model-path\n"
-    assert sourced("true", "--model-path-of", "/m").returncode == 0
+            assert script.output == f"agg: error: the model is given as MODEL_PATH, not as {flag}\n"
+    assert sourced("true", "--model-path-of", "/m", "--model-loader-extra-config", "{}").returncode == 0
 
 
 def test_a_proxy_is_for_other_machines(tmp_path: Path) -> None:

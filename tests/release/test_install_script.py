@@ -126,6 +126,38 @@ def test_two_do_not_install_into_one_environment(checkout: Path) -> None:
             script.communicate(timeout=20)
 
 
+def makes_environments(checkout: Path) -> None:
+    """Give it a Python that installs nothing."""
+    fake = checkout / "bin/python3"
+    made = f'mkdir -p .venv/bin && {shutil.which("cp")} "$0" .venv/bin/python'
+    fake.write_text(f'#!/bin/sh\n[ "$2" != venv ] || {{ {made}; }}\n')
+    fake.chmod(0o755)
+
+
+def test_where_there_are_no_locks_it_installs(checkout: Path) -> None:
+    makes_environments(checkout)
+    (checkout / "bin/flock").unlink()
+    (checkout / "bin/flock").write_text("#!/bin/sh\nexit 71\n")
+    (checkout / "bin/flock").chmod(0o755)
+    command, variables = [str(checkout / "scripts/install")], {"PATH": str(checkout / "bin"), "HOME": str(checkout)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=20)
+    assert "waiting" not in done.stdout
+    assert (checkout / ".venv/installed").is_file()
+
+
+def test_an_installation_is_known_through_a_link(checkout: Path) -> None:
+    """Launch scripts call it by the path of the files, and others by the one that they know."""
+    makes_environments(checkout)
+    (checkout / "link").symlink_to(checkout)
+    variables, said = {"PATH": str(checkout / "bin"), "HOME": str(checkout)}, []
+    for path in (checkout, checkout / "link", checkout):
+        command = [str(path / "scripts/install"), "--runtime-only"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=20)
+        said.append(done.stdout.splitlines()[-1:])
+    assert said[0][0].startswith("install: ready")
+    assert said[1:] == [[], []]
+
+
 def test_unknown_arguments_are_refused(checkout: Path) -> None:
     assert refused(checkout, "--runtime") == "install: unknown argument --runtime (see --help)"
     expected = "install: unknown extra 'disag'; pyproject.toml names them"

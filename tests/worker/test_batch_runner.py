@@ -420,6 +420,60 @@ async def test_lines_of_a_model_that_is_away_hold_no_others_up(tmp_path: Path) -
     assert asked["m"] == 9
 
 
+async def test_a_model_that_is_back_is_asked_within_the_batch(tmp_path: Path) -> None:
+    """Long before all lines of other models have been run, which may take hours."""
+    served, asked = {"m", "away"}, list[str]()
+
+    async def models() -> frozenset[str]:
+        return frozenset(served)
+
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        text = said(body)
+        asked.append(text)
+        if text == "away0" and asked.count(text) == 1:
+            served.discard("away")
+        elif text.startswith("m"):
+            await asyncio.sleep(0.005)
+            served.add("away")
+        return await echo(owner, url, body, request_id) if json.loads(body)["model"] in served else (404, b"{}")
+
+    lines = [each for n in range(30) for each in (line(f"away{n}", model="away"), line(f"m{n}"))]
+    async with service(tmp_path, ask, models=models) as at:
+        done = await ended(at, await begun(at, jsonl(lines)))
+        assert (done.status, done.completed) == ("completed", 60)
+    assert asked.index("away29") < asked.index("m29") + 5
+
+
+async def test_lines_that_wait_for_a_model_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor have they turns, which lines of other batches wait for."""
+    monkeypatch.setattr(running_batch, "LONGEST_WAIT_S", 60.0)
+    read, reads, served, num_asked = running_batch.RunningBatch._read, list[int](), {"m"}, 0
+
+    def counted(self: running_batch.RunningBatch, place: running_batch._Place) -> tuple[str, bytes]:
+        reads.append(place.number)
+        return read(self, place)
+
+    monkeypatch.setattr(running_batch.RunningBatch, "_read", counted)
+
+    async def models() -> frozenset[str]:
+        return frozenset(served)
+
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            served.discard("m")
+        elif num_asked == 9:
+            served.add("m")
+        return await echo(owner, url, body, request_id) if served else (404, b"{}")
+
+    async with service(tmp_path, ask, models=models) as at:
+        done = await ended(at, await begun(at, jsonl(line(f"r{n}") for n in range(50))))
+        assert (done.status, done.completed) == ("completed", 50)
+    begun_at_once = 9 * LIMITS.concurrency  # each time, before the first answer
+    assert len(reads) - num_asked <= 50 + begun_at_once  # once each, to know its model
+
+
 async def test_a_model_that_stays_away_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "AWAY_S", 0.05)
     async with service(tmp_path) as at:

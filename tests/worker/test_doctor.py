@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import io
 import json
 import os
 import shutil
@@ -238,6 +239,16 @@ def test_a_full_disk_is_no_lack(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--json"]) == 2
     assert capsys.readouterr().err == "worker doctor: error: standard output: No space left on device\n"
+
+
+def test_json_is_json_in_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A character that the encoding lacks is an escape, which in JSON has four digits."""
+    bare = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "\u00fc"))
+    monkeypatch.setattr(sys, "stdout", bare)
+    main(["--json"])
+    found = {each["name"]: each["found"] for each in json.loads(bare.buffer.getvalue())}
+    assert found["model cache"].startswith(f"{tmp_path}/\u00fc/")
 
 
 @pytest.mark.parametrize("command", ["worker doctor", "adapters list"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_a_report_that_nobody_reads_ends_nothing(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(sys, "stdout", unread)
         assert main([str(source), "--to", "int8", "--report", "--output", str(target)]) == 0
     assert (target / WEIGHTS).is_file()
+
+
+def test_the_handler_of_a_signal_is_that_of_before(tmp_path: Path) -> None:
+    """In a process that quantises on its way."""
+    earlier = signal.getsignal(signal.SIGTERM)
+    for name, status in (("none", 1), ("source", 0)):
+        write_tiny_model(tmp_path / "source")
+        assert main([str(tmp_path / name), "--to", "int8", "--output", str(tmp_path / f"{name}-int8")]) == status
+        assert signal.getsignal(signal.SIGTERM) is earlier
 
 
 def test_a_signal_leaves_nothing_half_done(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     width = max(len(each.name) for each in findings)
     lines = [each.line(width) for each in findings]
     if options.json:
-        lines = [json.dumps([each.to_json() for each in findings], indent=1, ensure_ascii=False)]
+        lines = [json.dumps([each.to_json() for each in findings], indent=1)]  # JSON in any encoding
     try:
         with may_be_cut_off():
             print(*lines, sep="\n")

@@ -28,7 +28,7 @@ from worker.quantize.report import report
 def main(argv: Sequence[str]) -> int:
     """The exit status; trouble is one line on stderr."""
     options = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes what is half done
     try:
         source = _checkpoint(options.model)
         if options.report:
@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     except (ServingError, OSError, ValueError) as error:
         print(f"worker quantize: error: {one_line(error)}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
     return 0
 
 

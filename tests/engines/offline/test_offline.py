@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines.embedded import Engine, Plan
 from worker.engines.embedded.admission import REFUSED
 from worker.engines.embedded.offline.request_builder import HONOURED
-from worker.engines.embedded.offline.results import Result
+from worker.engines.embedded.offline.results import Answer, Result
 from worker.engines.embedded.plan import Edits, Output, Samples
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.scored_rows import SCORED_AT_ONCE
@@ -927,6 +928,46 @@ def test_tokens_before_an_interrupted_draft_are_kept(error: type[BaseException],
         key: model.greedy([token], count) for key, (token, count) in counts.items()
     }
     assert engine.unfinished == []
+
+
+def test_an_interrupt_behind_an_end_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    keys = [engine.add([token], SamplingParams(max_tokens=1, ignore_eos=True)) for token in (3, 4)]
+    monkeypatch.setattr(
+        engine.session.stepper.speculator, "remember", Mock(side_effect=[KeyboardInterrupt, None, None])
+    )
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert [one.request_id for one in engine.step()] == keys
+    assert engine.session.is_idle
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_answer_that_cannot_take_a_token_touches_no_other(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its step keep theirs."""
+    model, take, num_calls = ScriptedModel(), Answer.take, 0
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    _, *others = [engine.add([token], SamplingParams(max_tokens=4, ignore_eos=True)) for token in (3, 4, 5)]
+
+    def taking(self: Answer, output: Output, time_s: float) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise error
+        take(self, output, time_s)
+
+    monkeypatch.setattr(Answer, "take", taking)
+    engine.step()
+    with pytest.raises(error):
+        engine.step()
+    results: dict[str, Result] = {}
+    for _ in range(8):
+        results |= {one.request_id: one for one in engine.step()}
+    for key, token in zip(others, (4, 5), strict=True):
+        assert results[key].token_ids == model.greedy([token], 4)
 
 
 def test_an_aborted_prompt_is_no_result_of_an_interrupted_step() -> None:

@@ -414,7 +414,6 @@ class Stepper:
 
     def _leave(self, plan: Plan, outputs: list[Output]) -> list[Output]:
         """The outputs of a step that may be sent; notes which requests have ended."""
-        self._committed = None
         ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
         if ended:
             self._tapped -= ended.keys()
@@ -422,6 +421,7 @@ class Stepper:
             for request in plan.sampled:
                 if request.id in ended:
                     self.speculator.remember(request, ended[request.id])
+        self._committed = None
         return self._held.release(plan.sampled, outputs)
 
 

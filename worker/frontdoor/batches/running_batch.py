@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,8 +72,8 @@ class RunningBatch:
         self._models = models
         self._turns = turns
         self._longest = longest
-        self._away: set[str] = set()  # models that are not served, at this time through the lines
-        self._left: list[_Place] = []  # lines that wait for them
+        self._away: dict[str, float] = {}  # models that are not served, and the time at which each is asked again
+        self._left: list[tuple[str, _Place]] = []  # lines that wait for them
 
     async def run(self, concurrency: int) -> None:
         """Run the lines that have no result; so many at a time wait for a turn, or have one.
@@ -87,8 +88,8 @@ class RunningBatch:
         wait_s = FIRST_WAIT_S
         while self._left:
             await asyncio.sleep(wait_s)
-            left, self._left, self._away = self._left, [], set()
-            await self._run_each(_each(left), concurrency)
+            left, self._left, self._away = self._left, [], {}
+            await self._run_each(self._returned(left), concurrency)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S) if len(self._left) == len(left) else FIRST_WAIT_S
 
     async def _run_each(self, places: AsyncIterator[_Place], concurrency: int) -> None:
@@ -109,6 +110,17 @@ class RunningBatch:
             yield place
             offset, number = place.end, place.number + 1
 
+    async def _returned(self, left: Iterable[tuple[str, _Place]]) -> AsyncIterator[_Place]:
+        """Those of the lines whose model may be back; the others are left again, without a turn."""
+        for model, place in left:
+            if self._is_away(model):
+                self._left.append((model, place))
+            else:
+                yield place
+
+    def _is_away(self, model: str) -> bool:
+        return time.monotonic() < self._away.get(model, 0.0)
+
     def _next(self, offset: int, number: int, answered: Collection[int]) -> _Place | None:
         """The first line from ``offset`` on that has no result."""
         for line in lines_of(self._path, self._longest, offset, number):
@@ -124,7 +136,6 @@ class RunningBatch:
             async with self._turns:  # until the result is kept: a crash repeats no more than have a turn
                 found = await self._ask_once(place, request_id)
                 if found is None:
-                    self._left.append(place)
                     return
                 status, body = found
                 num_broken += status in BROKEN
@@ -138,20 +149,22 @@ class RunningBatch:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _ask_once(self, place: _Place, request_id: str) -> tuple[int, bytes] | None:
-        """Status and body of the answer; None if the model of the line is away. It was served when
-        the batch was validated: its worker is about to come back. The line is in memory for no
-        longer.
+        """Status and body of the answer; None if the line is left, as its model is away. That was
+        served when the batch was validated: its worker is about to come back. The line is in memory
+        for no longer.
         """
         try:
             model, body = await asyncio.to_thread(self._read, place)
         except BadLine as error:  # a later version takes fewer lines than the one that validated them
             refused = Refused(400, error.message, error.param, code=error.code)
             return refused.status, error_body(refused, "openai", "")
-        if model in self._away:
+        if self._is_away(model):
+            self._left.append((model, place))
             return None
         answer = await self._ask(self._batch.owner, self._batch.endpoint, body, request_id)
         if answer[0] == 404 and model not in await self._models():
-            self._away.add(model)
+            self._away[model] = time.monotonic() + LONGEST_WAIT_S
+            self._left.append((model, place))
             return None
         return answer
 
@@ -164,11 +177,6 @@ class RunningBatch:
     @property
     def _path(self) -> Path:
         return self._store.files.path(self._batch.input_file_id)
-
-
-async def _each(places: Iterable[_Place]) -> AsyncIterator[_Place]:
-    for place in places:
-        yield place
 
 
 def _is_aborted(status: int, body: bytes) -> bool:

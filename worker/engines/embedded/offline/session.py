@@ -115,11 +115,15 @@ class Session:
             return events
 
     def _take(self, outputs: Iterable[Output]) -> None:
-        time_s = perf_counter()
-        for output in outputs:
-            event = self._queue.take(output, time_s)
-            if event is not None:
-                self._events.append(event)
+        time_s, left = perf_counter(), iter(outputs)
+        try:
+            for output in left:
+                event = self._queue.take(output, time_s)
+                if event is not None:
+                    self._events.append(event)
+        except BaseException:  # the others' tokens are none the less theirs
+            self._take(left)
+            raise
 
     def end(self, group_id: str, reason: FinishReason) -> RequestGroup | None:
         """End every unfinished answer to a prompt, with the tokens that it has.
