@@ -146,7 +146,7 @@ class GrammarProcessor(SteeringProcessor):
         """
         kept = vocabulary.derived("grammars' sources", KeptGrammars)
         try:
-            key = json.dumps([cls.name, args.model_dump()])
+            key = json.dumps([cls.__module__, cls.__qualname__, args.model_dump()])
         except RecursionError:
             return cls.grammar(args, vocabulary)
         try:
