@@ -111,7 +111,7 @@ class RunningBatch:
             offset, number = place.end, place.number + 1
 
     async def _returned(self, left: Iterable[tuple[str, _Place]]) -> AsyncIterator[_Place]:
-        """Those of the lines whose model may be back; the others are left again, without a turn."""
+        """The lines whose model may be back; the others are left again, without a turn."""
         for model, place in left:
             if self._is_away(model):
                 self._left.append((model, place))
