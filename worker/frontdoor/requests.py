@@ -28,6 +28,7 @@ from worker.frontdoor.tools import (
 )
 from worker.frontdoor.values import printable, shown
 from worker.requests.fields import client_annotations
+from worker.runtimes.direct.contents import answered
 from worker.sampling import SamplingParams
 
 _NO_SELECTION: tuple[Any, ...] = ([], {})
@@ -224,15 +225,12 @@ def _with_texts(fields: Body) -> bool:
     Clients send such a message back without ``content``, or with null, and the frontend drops null:
     a chat template that joins role and content then fails, and the answer would be a 500.
     """
-    messages = fields.get("messages")
-    without = [
-        message
-        for message in (messages if isinstance(messages, list) else ())
-        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None
-    ]
-    for message in without:
-        message["content"] = ""
-    return bool(without)
+    given = fields.get("messages")
+    messages = answered(given)
+    if messages == given:
+        return False
+    fields["messages"] = messages
+    return True
 
 
 def _without_idle_fields(table: Mapping[str, ClientField], fields: Body) -> bool:

@@ -13,7 +13,7 @@ from worker.arguments import Arguments
 from worker.errors import ConfigurationError, shown
 from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
-from worker.runtimes.direct.contents import fitted, takes_texts
+from worker.runtimes.direct.contents import answered, fitted, takes_texts
 from worker.runtimes.direct.openai_fields import with_objects
 
 
@@ -34,8 +34,7 @@ def default_thinking(arguments: Arguments) -> dict[str, Any]:
     """Variables that ``--dyn-default-thinking-mode`` gives the chat template of a request that says
     nothing of thinking.
     """
-    mode = arguments.dyn_default_thinking_mode
-    return {} if mode is None else {**dict.fromkeys(_THINKING, mode == "enabled"), "thinking_mode": mode}
+    return _of_mode(arguments.dyn_default_thinking_mode)
 
 
 def read_prompt(path: Path, receipt: RecordedReceipt, tokenizer: Any, arguments: Arguments | None = None) -> list[int]:
@@ -108,7 +107,7 @@ def _rendered(body: Mapping[str, Any], tokenizer: Any, arguments: Arguments | No
     options = {"tools": body.get("tools"), "chat_template": template, "tokenize": False}
     texts, problem = list[str](), ""
     by_default: list[dict[str, Any]] = [{}, thinking, {name: thinking[name] for name in _THINKING if thinking}]
-    for given, default in product((_with_contents(messages), messages, body["messages"]), by_default):
+    for given, default in product((answered(messages), messages, body["messages"]), by_default):
         try:
             variables = default | _template_variables(body)
             texts.append(tokenizer.apply_chat_template(given, **options, **variables))
@@ -117,15 +116,6 @@ def _rendered(body: Mapping[str, Any], tokenizer: Any, arguments: Arguments | No
     if not texts:
         raise ConfigurationError(f"--prompt-file: the chat template failed: {problem}")
     return list(dict.fromkeys(texts))
-
-
-def _with_contents(messages: Sequence[Any]) -> list[Any]:
-    """The messages, an empty text in those of the assistant that have none."""
-
-    def is_empty(message: Any) -> bool:
-        return isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None
-
-    return [{**each, "content": ""} if is_empty(each) else each for each in messages]
 
 
 def _problem_of_fields(content: str) -> str | None:
@@ -169,13 +159,16 @@ def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(thinking, dict)
         else {True: "enabled", False: "disabled", None: None}[thinking]
     )
-    if mode in ("enabled", "disabled"):
-        variables |= dict.fromkeys(_THINKING, mode == "enabled")
-    if mode is not None:
-        variables["thinking_mode"] = mode
+    variables |= _of_mode(mode)
     if body.get("reasoning_effort") is not None:
         variables["reasoning_effort"] = body["reasoning_effort"]
     return variables
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    """The chat template's variables for a mode of thinking, None for none."""
+    switches = dict.fromkeys(_THINKING, mode == "enabled") if mode in ("enabled", "disabled") else {}
+    return {} if mode is None else {**switches, "thinking_mode": mode}
 
 
 def _are_ids(data: object) -> bool:
