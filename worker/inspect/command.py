@@ -70,8 +70,7 @@ class _Console(Console):
 def main(argv: Sequence[str]) -> int:
     """The exit status; trouble is one line on stderr."""
     try:
-        options, rest = _parse(argv)
-        arguments = parse_arguments(["--model-path", options.model, *rest])
+        options, arguments = _parse(argv)
         recorded = None if options.receipt is None else read_receipt(options.receipt)
         if recorded is not None:
             arguments = as_recorded(arguments, recorded.receipt)
@@ -85,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     return shown.status
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
     parser = StrictParser(
         prog="python -m worker inspect",
         usage="%(prog)s MODEL --prompt TEXT [options] [options of the worker]",
@@ -106,9 +105,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page instead of tables")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also write the tables as a picture")
     options, rest = parser.parse_known_args(argv)
-    parse_arguments(["--model-path", options.model, *rest])  # a misspelt flag is named first of all
+    arguments = parse_arguments(["--model-path", options.model, *rest])  # a misspelt flag is named first of all
     _refuse_contradictions(options, argv)
-    return options, rest
+    return options, arguments
 
 
 def _seed(text: str) -> int:
