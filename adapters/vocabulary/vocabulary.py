@@ -153,9 +153,16 @@ class Vocabulary:
         return token_bytes(self.tokenizer, self.size)
 
     @cached_property
+    def hidden_token_ids(self) -> frozenset[int]:
+        """Ids that a text without special tokens leaves out: added as such, or in the tokenizer's
+        list. An end token need not be one.
+        """
+        return frozenset() if self.tokenizer is None else special_ids(self.tokenizer)
+
+    @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of special tokens: added as such, in the tokenizer's list, or end tokens."""
-        return self.eos_token_ids if self.tokenizer is None else special_ids(self.tokenizer) | self.eos_token_ids
+        """Ids of special tokens: `hidden_token_ids`, and end tokens."""
+        return self.hidden_token_ids | self.eos_token_ids
 
     @cached_property
     def added_token_ids(self) -> frozenset[int]:

@@ -159,3 +159,11 @@ def test_a_grammar_knows_every_token(gapped: Vocabulary, last: str) -> None:
     assert {gapped.token_bytes[i][:1] for i in allowed(processor, facts, [])} == {b"T", b"n"}
     assert 399 in allowed(processor, facts, gapped.encode("The fox"))
     assert allowed(processor, facts, gapped.encode(f"The fox{last}")) == set(gapped.eos_token_ids)
+
+
+def test_an_end_token_that_is_not_marked_is_shown(gapped: Vocabulary) -> None:
+    """It ends answers, and is text behind ``ignore_eos``."""
+    (word,) = gapped.encode("fox")[-1:]
+    vocabulary = Vocabulary(gapped.size, gapped.tokenizer, [word])
+    assert word in vocabulary.special_token_ids - vocabulary.hidden_token_ids
+    assert vocabulary.hidden_token_ids == gapped.special_token_ids - gapped.eos_token_ids | gapped.hidden_token_ids

@@ -88,7 +88,15 @@ def pair(path: Path) -> tuple[Vocabulary, Vocabulary]:
 
 def test_all_that_is_known_of_the_vocabulary_is_the_same(checkpoint: Path) -> None:
     own, copied = pair(checkpoint)
-    for name in ("num_tokens", "gap_ids", "token_bytes", "special_token_ids", "added_token_ids", "eos_token_ids"):
+    for name in (
+        "num_tokens",
+        "gap_ids",
+        "token_bytes",
+        "hidden_token_ids",
+        "special_token_ids",
+        "added_token_ids",
+        "eos_token_ids",
+    ):
         assert getattr(copied, name) == getattr(own, name), name
     assert copied.address == own.address
     assert thinking_tags(copied) == thinking_tags(own)

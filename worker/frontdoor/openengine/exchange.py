@@ -138,7 +138,7 @@ class _Answering:
         request_id = str(uuid.uuid4()) if given is None else given.decode("latin-1")
         token_text = engines.prompts.token_text
         generation = Generation(engines.workers, made.request, request_id, made.metadata, token_text)
-        special = engines.prompts.vocabulary.special_token_ids
+        special = engines.prompts.vocabulary.hidden_token_ids
         hidden = special if made.request.skip_special_tokens else ()
         form = AnswerForm(made.asked, request_id, int(time.time()), token_text, made.split, made.reasoning, hidden)
         async with aclosing(_with_text(generation, engines.prompts.tokenizer)) as chunks:

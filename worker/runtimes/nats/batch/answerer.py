@@ -12,7 +12,6 @@ from typing import Any
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from adapters.vocabulary.token_bytes import special_ids
 from worker.errors import (
     Draining,
     EngineBroken,
@@ -104,8 +103,7 @@ class BatchAnswerer:
             raise Returned
         # with log probabilities a long answer takes seconds
         vocabulary = self._messages.server.chains.vocabulary
-        texts, tokenizer = token_text(vocabulary), vocabulary.tokenizer
-        special = frozenset[int]() if tokenizer is None else special_ids(tokenizer)  # a text shows other end tokens
+        texts, special = token_text(vocabulary), vocabulary.hidden_token_ids
         answer = await asyncio.to_thread(openai.response_body, request, body, chunks, texts, special)
         return openai.result_line(request, 200, answer)
 
