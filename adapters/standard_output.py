@@ -13,7 +13,7 @@ from contextlib import contextmanager
 def may_be_cut_off() -> Iterator[None]:
     """Lets what is printed within be cut off by a reader that has read enough, as ``head`` does.
 
-    What the output's encoding lacks is printed as escapes.
+    Characters that the output's encoding lacks are printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

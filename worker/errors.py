@@ -107,7 +107,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def printable(text: str) -> str:
+def log_text(text: str) -> str:
     """``text``, in which names may be a client's, with what would end a line of a log, or what a
     terminal would obey, as escapes.
     """

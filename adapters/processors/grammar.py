@@ -147,7 +147,7 @@ class GrammarProcessor(SteeringProcessor):
         kept = vocabulary.derived("grammars' sources", KeptGrammars)
         try:
             key = json.dumps([cls.__module__, cls.__qualname__, args.model_dump()])
-        except RecursionError:
+        except RecursionError:  # which it says with the argument's name
             return cls.grammar(args, vocabulary)
         try:
             return kept.grammar(key, lambda: cls.grammar(args, vocabulary))

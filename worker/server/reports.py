@@ -18,7 +18,7 @@ from worker.errors import (
     ProcessorUnavailable,
     RequestFailed,
     ServingError,
-    printable,
+    log_text,
 )
 from worker.metrics import WorkerMetrics
 from worker.request_log import RequestEntry, RequestLog
@@ -89,7 +89,7 @@ class RequestReports:
             # 1.4.2's frontend keeps the message from many clients. A bad KV transfer is none's
             # fault, but the workers'.
             level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
-            logger.log(level, "request %s refused: %s", entry.request_id, printable(str(error)))
+            logger.log(level, "request %s refused: %s", entry.request_id, log_text(str(error)))
 
     def ended(self, entry: RequestEntry, trace: Mapping[str, str] | None) -> None:
         """Write the line and the spans of a request that has ended."""

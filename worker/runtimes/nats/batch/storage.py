@@ -27,7 +27,7 @@ from nats.js.errors import (
 )
 from nats.js.kv import KeyValue
 
-from worker.errors import InvalidRequest, printable
+from worker.errors import InvalidRequest, log_text
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch import layout
 from worker.runtimes.nats.batch.layout import QueuedRequest
@@ -175,7 +175,7 @@ class BatchStorage:
 
     async def set_aside(self, message: Msg, reason: str) -> None:
         """Copy a request to the dead letters; the message stays in its queue."""
-        logger.error("batches: a request was set aside in %s: %s", layout.DEAD_LETTERS, printable(reason))
+        logger.error("batches: a request was set aside in %s: %s", layout.DEAD_LETTERS, log_text(reason))
         place = message.metadata
         headers = {
             "Dlw-Reason": protocol.header_text(reason),
