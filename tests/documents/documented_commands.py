@@ -188,8 +188,7 @@ def _check_worker(given: list[str], added: list[str], variables: Mapping[str, st
     if given[:1] == ["replay"]:
         importlib.import_module("worker.replay.command")._parse([*given[1:], *added])
     elif given[:1] == ["inspect"]:
-        _, rest = importlib.import_module("worker.inspect.command")._parse(given[1:])
-        parse_arguments(["--model-path", "M", *rest], {})
+        importlib.import_module("worker.inspect.command")._parse(given[1:])
     elif given[:1] == ["quantize"]:
         importlib.import_module("worker.quantize.command")._parse(given[1:])
     elif given[:1] == ["doctor"]:
