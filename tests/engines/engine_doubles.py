@@ -85,8 +85,7 @@ class ScriptedModel:
             self.hook(plan, logits)
         self.was_finite = logits.isfinite().all(-1).tolist()
         self.left_out = logits.clone()
-        logits[list(plan.unread)] = torch.nan
-        return logits
+        return logits[[*plan.places()]]
 
     def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
         return self.left_out[list(rows)]

@@ -98,7 +98,7 @@ class RecallModel:
     def forward(self, plan: Plan) -> torch.Tensor:
         tokens = self.choose(plan).token_ids
         self.logits = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), WIDTH).float()
-        return self.logits.clone()
+        return self.logits[[*plan.places()]]
 
     def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
         return self.logits[list(rows)]

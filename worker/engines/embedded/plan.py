@@ -236,8 +236,8 @@ class Plan:
         drafts: Drafted tokens that are computed behind each decode row's newest one; empty where no
             row has any. Those of a companion are its owner's.
         companions: Step of the draft model, which computes companions with it; None for none.
-        unread: Rows of logits that `Model.forward` may leave as they are: chains are about to force
-            their tokens. By index, with their index in the step.
+        unread: Rows of logits that `Model.forward` leaves out: chains are about to force their
+            tokens. By index, with their index in the step.
     """
 
     decode: tuple[Request, ...]
@@ -277,6 +277,11 @@ class Plan:
         ends = accumulate((chunk.stop - chunk.start for chunk in self.chunks), initial=len(rows))
         return [*rows, *(end - 1 for chunk, end in zip(self.chunks, list(ends)[1:], strict=True) if chunk.is_last)]
 
+    def places(self) -> dict[int, int]:
+        """The row of `Model.forward`'s result for each row of logits that is not left out."""
+        num_rows = self.num_decode_tokens + len(self.sampled) - len(self.decode)
+        return {row: place for place, row in enumerate(row for row in range(num_rows) if row not in self.unread)}
+
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
@@ -291,7 +296,7 @@ class Plan:
             yield from repeat(chunk.request, chunk.stop - chunk.start)
 
     def without(self, requests: Sequence[Request]) -> tuple[Plan, list[int]]:
-        """The plan without some decode rows, and the indices of the logits that are left.
+        """The plan without some decode rows, and which rows of `Model.forward`'s are left.
 
         Companions in it that the model computes go with their owners, and these with them.
         """
@@ -303,6 +308,7 @@ class Plan:
         owners = [request for request, tokens in self.decode_tokens() for _ in tokens]
         owners += self.sampled[len(self.decode) :]
         rows = [index for index, request in enumerate(owners) if id(request) not in gone]
+        places = self.places()
         left = replace(
             self,
             decode=tuple(self.decode[row] for row in kept),
@@ -311,7 +317,7 @@ class Plan:
             num_companions=self.num_companions - sum(one.is_companion and id(one) in gone for one in self.decode),
             unread={index: self.unread[row] for index, row in enumerate(rows) if row in self.unread},
         )
-        return left, rows
+        return left, [places[row] for row in rows if row in places]
 
 
 class Model(Protocol):
@@ -346,10 +352,10 @@ class Model(Protocol):
         """Logits ``[n, vocab_size]`` of ``plan.sampled``, of a floating dtype.
 
         A decode row with a draft has one row for its newest token and one for each drafted token,
-        in order; every other request has one. The sampler may write into them. Those of the chunks
-        of ``plan.scored`` go to the taps of their requests; see `scored_rows.show_scored`. A plan
-        may have copies alone, where companions take the whole step. Rows of ``plan.unread`` may
-        hold anything.
+        in order; every other request has one. Those of ``plan.unread`` are left out. The sampler
+        may write into them. Those of the chunks of ``plan.scored`` go to the taps of their
+        requests; see `scored_rows.show_scored`. A plan may have copies alone, where companions take
+        the whole step.
         """
 
     def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
@@ -378,6 +384,14 @@ class Edits:
     planned: list[Planned] = field(default_factory=list)
     failures: dict[int, ProcessorFailed] = field(default_factory=dict)
 
+    def of(self, rows: Sequence[int]) -> Edits:
+        """The edits of some rows, which have other numbers then: their places in `rows`."""
+        places = {row: place for place, row in enumerate(rows)}
+        return Edits(
+            [(places[row], chain, plan) for row, chain, plan in self.planned if row in places],
+            {places[row]: failure for row, failure in self.failures.items() if row in places},
+        )
+
 
 @dataclass(slots=True)
 class Samples:
@@ -395,6 +409,14 @@ class Samples:
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     processed: dict[int, float] = field(default_factory=dict)
+
+    def put(self, rows: Sequence[int], some: Samples) -> None:
+        """Take over what was sampled for `rows`, in this order, alone."""
+        for row, token_id in zip(rows, some.token_ids, strict=True):
+            self.token_ids[row] = token_id
+        self.errors |= {rows[place]: error for place, error in some.errors.items()}
+        self.logprobs |= {rows[place]: found for place, found in some.logprobs.items()}
+        self.processed |= {rows[place]: logprob for place, logprob in some.processed.items()}
 
 
 @dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take three times as long

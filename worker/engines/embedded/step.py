@@ -18,13 +18,14 @@ from worker.engines.embedded.adapters import LoadedAdapters
 from worker.engines.embedded.companions import check_room, drafted_owners, keep_rows, take_rows
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.draft_model import DraftModel
+from worker.engines.embedded.drafted_rows import DraftedRows
 from worker.engines.embedded.held_outputs import HeldOutputs
 from worker.engines.embedded.kv_cache import KvCache, choose_page_size
 from worker.engines.embedded.mixed_steps import MixedSteps
 from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.passes import count_pass
-from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request
-from worker.engines.embedded.sampling import IsolatingSampler, NotSampled
+from worker.engines.embedded.plan import Edits, Model, Output, Plan, Request, Samples
+from worker.engines.embedded.sampling import IsolatingSampler, NotSampled, known_and_wanted
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import (
     DraftModelProposer,
@@ -83,7 +84,6 @@ class Stepper:
         self._held = HeldOutputs()
         self._starved = False  # requests wait, but pages pinned for transfer leave nothing to compute
         self._committed: tuple[Plan, list[Output]] | None = None  # of the step under way
-        self._late: set[int] = set()  # rows of the step that were left out, and then computed
         self._tapped: set[str] = set()  # ids of live requests with a tap; nearly always empty
 
     @property
@@ -241,10 +241,13 @@ class Stepper:
         if plan.num_companions:
             self.scheduler.settle_companions(plan)
             plan, logits = take_rows(plan, logits, self.scheduler.queues.decoding)
+        drafts = DraftedRows(self.model, plan, logits) if plan.drafts else None
         try:
-            outputs = self._sample(plan, logits, plan.first_rows() if plan.drafts else None, computed)
+            if drafts is None:
+                outputs = self._sample(plan, logits, computed)
+            else:
+                outputs = self._sample_drafted(plan, drafts, plan.first_rows(), computed)
         except NotSampled:
-            self._late.clear()
             return self._leave(plan, self._isolate(plan))
         self._committed = plan, outputs
         if self.connector is not None and self.scheduler.queues.pinned:
@@ -252,11 +255,10 @@ class Stepper:
         if computed.decode:
             self.speculator.learn_cost(computed)
         if computed.drafts:
-            accepted = dict(zip(map(id, plan.decode), self._verify(plan, logits, outputs), strict=True))
+            accepted = {} if drafts is None else self._verify(plan, drafts, outputs)
             owners = (one for one in drafted.decode if not one.is_companion)
             self.speculator.learn(drafted, [accepted.get(id(one), 0) for one in owners])
-            self.speculator.learn_late(drafted, self._late)
-            self._late.clear()
+            self.speculator.learn_late(drafted, set() if drafts is None else drafts.late)
         if computed.decode:
             self.scheduler.learn_cost(computed, time.perf_counter() - started)
         if self.pass_sink is not None and counted is not None:
@@ -295,23 +297,45 @@ class Stepper:
         self.scheduler.spoil(companions, [one for one in spoiled if one.pages])
         return plan
 
-    def _sample(
-        self, plan: Plan, logits: torch.Tensor, rows: Sequence[int] | None = None, computed: Plan | None = None
-    ) -> list[Output]:
-        """Sample and commit one position of each of ``plan.sampled``.
+    def _sample(self, plan: Plan, logits: torch.Tensor, computed: Plan) -> list[Output]:
+        """Sample and commit a position of each of ``plan.sampled``.
 
         Args:
             plan: Plan of the rows.
-            logits: One row each; or all of a step, of which `rows` are these.
-            rows: Indices in `logits`.
+            logits: One row each.
+            computed: Plan that `Model.forward` was given.
+        """
+        edits = plan_edits(plan)
+        if self._tapped:
+            show_logits(plan, logits)
+        return self._take(plan, self.sampler.sample(logits, edits, plan), computed)
+
+    def _sample_drafted(
+        self, plan: Plan, drafts: DraftedRows, rows: Sequence[int], computed: Plan | None = None
+    ) -> list[Output]:
+        """Sample and commit a position of each of ``plan.sampled`` of a step with drafts. Only the
+        logits that somebody wants are looked at.
+
+        Args:
+            plan: Plan of the rows.
+            drafts: Logits of the step.
+            rows: Number of each row in it.
             computed: Plan that `Model.forward` was given, where these are its first positions.
         """
         edits = plan_edits(plan)
-        if rows is not None:
-            logits = self._read(logits, rows, plan, edits)
-        if self._tapped:
-            show_logits(plan, logits)
-        samples = self.sampler.sample(logits, edits, plan)
+        known, wanted = known_and_wanted(plan.sampled, edits)
+        samples = Samples([0] * len(rows))
+        if known:
+            samples.put(known, self.sampler.force(edits.of(known), len(known)))
+        if wanted:
+            some = Plan((), (), tuple([plan.sampled[row] for row in wanted]))
+            logits = drafts.take([rows[row] for row in wanted])
+            if self._tapped:
+                show_logits(some, logits)
+            samples.put(wanted, self.sampler.sample(logits, edits.of(wanted), some))
+        return self._take(plan, samples, computed)
+
+    def _take(self, plan: Plan, samples: Samples, computed: Plan | None) -> list[Output]:
         self.scheduler.settle(plan)
         if computed is not None:
             self.scheduler.spoil(computed, [one for one in self.model.spoiled(computed) if one.pages])
@@ -319,29 +343,6 @@ class Stepper:
         if self._tapped:
             samples.errors |= tap_errors(plan)
         return self.scheduler.commit(plan, samples)
-
-    def _read(self, logits: torch.Tensor, rows: Sequence[int], plan: Plan, edits: Edits) -> torch.Tensor:
-        """A copy of rows of a step's logits; those that nobody reads, of ``plan.unread``, may hold
-        anything. Computes what was left out where a chain does not force the token after all.
-
-        Args:
-            logits: Logits of the step.
-            rows: Indices of the rows in it, one for each of ``plan.sampled``.
-            plan: Plan of the rows.
-            edits: Edits of the rows.
-        """
-        known = edits.failures.keys() | {row for row, _, edit in edits.planned if edit.force is not None}
-        late = {row: plan.unread[index] for row, index in enumerate(rows) if index in plan.unread and row not in known}
-        read = [row for row, index in enumerate(rows) if index not in plan.unread]
-        if len(read) == len(rows):
-            return logits[rows]
-        copied = logits.new_empty(len(rows), logits.shape[1])
-        if read:
-            copied[read] = logits[[rows[row] for row in read]]
-        if late:
-            self._late.update(late.values())
-            copied[list(late)] = self.model.late_logits(list(late.values()))
-        return copied
 
     def _recompute_spoiled(self, plan: Plan, logits: torch.Tensor) -> tuple[Plan, torch.Tensor]:
         """Preempt rows with a draft of which a token is not finite; plan and logits of the others.
@@ -358,35 +359,35 @@ class Stepper:
         left, rows = plan.without(again)
         return left, logits[rows]
 
-    def _verify(self, plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
+    def _verify(self, plan: Plan, drafts: DraftedRows, outputs: list[Output]) -> dict[int, int]:
         """Sample the drafted positions, each as in a step of its own whose logits are known.
 
         A row continues while the sampled token is the drafted one. Then the rest is rolled back.
 
         Args:
             plan: Plan of the step, whose first positions have been committed.
-            logits: Logits of all positions.
+            drafts: Logits of all positions.
             outputs: Outputs of the first positions; those of the drafted ones are added.
 
         Returns:
-            Accepted tokens of each decode row's draft.
+            Accepted tokens of each decode row's draft, by the ``id`` of its request.
         """
-        first, accepted = plan.first_rows(), [0] * len(plan.decode)
+        first, accepted = plan.first_rows(), dict.fromkeys(map(id, plan.decode), 0)
         depth, latest = 0, outputs[: len(plan.decode)]
         rows: Sequence[int] = range(len(plan.decode))
         while rows := agreeing_rows(plan, depth, rows, latest):
             depth += 1
             requests = tuple(plan.decode[row] for row in rows)
             self.scheduler.settle_drafted(requests)
-            position = Plan(requests, (), requests, unread=plan.unread)
+            position = Plan(requests, (), requests)
             try:
-                latest = self._sample(position, logits, [first[row] + depth for row in rows])
+                latest = self._sample_drafted(position, drafts, [first[row] + depth for row in rows])
             except NotSampled:
                 outputs += self._isolate(position)
                 break
             outputs += latest
-            for row in rows:
-                accepted[row] = depth
+            for request in requests:
+                accepted[id(request)] = depth
         self.scheduler.roll_back(plan)
         return accepted
 

@@ -364,16 +364,13 @@ class HfModel:
             hidden = self._last_hidden
         if not plan.unread:
             return self._network.logits(hidden)
-        read = [row for row in range(len(hidden)) if row not in plan.unread]
-        logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
-        logits[read] = self._network.logits(hidden[read])
-        return logits
+        return self._network.logits(hidden[upload_ids([*plan.places()], self.device)])
 
     @torch.inference_mode()
     def late_logits(self, rows: Sequence[int]) -> torch.Tensor:
         """See `Model.late_logits`."""
         with launching_on(self.device):
-            return self._network.logits(self._last_hidden[list(rows)])
+            return self._network.logits(self._last_hidden[upload_ids(rows, self.device)])
 
     @torch.inference_mode()
     def spoiled(self, plan: Plan) -> list[Request]:

@@ -13,6 +13,7 @@ from worker.engines.embedded.sampling.isolation import IsolatingSampler, NotSamp
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.sampling.rejection import rejection_sample, residual
+from worker.engines.embedded.sampling.row_errors import known_and_wanted
 from worker.engines.embedded.sampling.sampler import Sampler
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LogitsCollector",
     "NotSampled",
     "Sampler",
+    "known_and_wanted",
     "rejection_sample",
     "residual",
     "token_logprobs",

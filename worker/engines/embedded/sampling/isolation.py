@@ -43,6 +43,10 @@ class IsolatingSampler:
         except Exception as error:
             raise NotSampled(f"{type(error).__name__}: {error}") from error
 
+    def force(self, edits: Edits, count: int) -> Samples:
+        """See `Sampler.force`."""
+        return self._sampler.force(edits, count)
+
     def suspect(self, requests: Iterable[Request]) -> None:
         """Sample row by row until `forget` has been told of all these requests."""
         self._suspects.update(request.id for request in requests)
@@ -53,21 +57,12 @@ class IsolatingSampler:
 
     def _sample_each(self, logits: torch.Tensor, edits: Edits, plan: Plan) -> Samples:
         samples = Samples([0] * len(plan.sampled))
-        plans = {row: [(0, chain, planned)] for row, chain, planned in edits.planned}
         for row, request in enumerate(plan.sampled):
-            failures = {0: edits.failures[row]} if row in edits.failures else {}
-            own = Edits(plans.get(row, []), failures)
             try:
-                one = self._sampler.sample(logits[row : row + 1], own, Plan((), (), (request,)))
+                one = self._sampler.sample(logits[row : row + 1], edits.of([row]), Plan((), (), (request,)))
             except Exception as error:  # the request's boundary: the rest of the step is other requests'
                 logger.exception("request %s: its token at %d could not be sampled", request.id, len(request.tokens))
                 samples.errors[row] = f"its token could not be sampled: {type(error).__name__}: {error}"
                 continue
-            samples.token_ids[row] = one.token_ids[0]
-            if one.errors:
-                samples.errors[row] = one.errors[0]
-            if one.logprobs:
-                samples.logprobs[row] = one.logprobs[0]
-            if one.processed:
-                samples.processed[row] = one.processed[0]
+            samples.put([row], one)
         return samples

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from adapters.chain import PROBLEMS, Planned, ProcessorChain, RowPlan
+from worker.engines.embedded.plan import Edits, Request
 
 _UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
 _NOT_FINITE = "the row of logits holds NaN or +inf"
@@ -61,6 +62,16 @@ class Forced:
 def forced_rows(planned: Iterable[Planned]) -> list[Forced]:
     """The rows with a forced token."""
     return [Forced(row, plan.force, chain, plan) for row, chain, plan in planned if plan.force is not None]
+
+
+def known_and_wanted(requests: Sequence[Request], edits: Edits) -> tuple[list[int], list[int]]:
+    """The rows of a step whose logits nobody looks at, and the others.
+
+    Their tokens are forced, or their chains have failed; and nobody wants their log probabilities.
+    """
+    known = edits.failures.keys() | {row for row, _, plan in edits.planned if plan.force is not None}
+    known = {row for row in known if requests[row].params.logprobs is None and requests[row].tap is None}
+    return sorted(known), [row for row in range(len(requests)) if row not in known]
 
 
 def all_forced(planned: Sequence[Planned], count: int) -> bool:

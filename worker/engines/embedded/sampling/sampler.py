@@ -67,9 +67,7 @@ class Sampler:
         if not table.owners:
             return Samples([])
         if bitmask is None and not (table.raw or table.processed) and all_forced(edits.planned, len(table.owners)):
-            samples = Samples([0] * len(table.owners))
-            self._force(samples, edits.planned)
-            return samples
+            return self.force(edits, len(table.owners))
         logits = logits.float()
         if logits.device.type != "cpu":
             if bitmask is None and not (table.raw or table.processed) and edit_elements_alone(edits.planned):
@@ -169,6 +167,12 @@ class Sampler:
                     final[entry, forced[row]] = 0.0
             _attach_logprobs(samples, final, table, table.processed, table.attributed)
         return samples, final
+
+    def force(self, edits: Edits, count: int) -> Samples:
+        """Tokens of `count` rows that processors force, or that have failed."""
+        samples = Samples([0] * count, {row: str(failure) for row, failure in edits.failures.items()})
+        self._force(samples, edits.planned)
+        return samples
 
     def _force(self, samples: Samples, planned: list[Planned]) -> dict[int, int]:
         """Set the forced ids, and return them by row. They need no logits; ids never sampled are
