@@ -113,7 +113,7 @@ def test_background_responses_and_the_store(script: LaunchedScript, client: open
     stream = client.responses.create(
         model=script.model,
         input="Hello",
-        max_output_tokens=400,
+        max_output_tokens=1900,
         background=True,
         stream=True,
         extra_body={"ignore_eos": True},
