@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -514,6 +514,51 @@ def test_a_grammar_drafts_the_text_that_it_forces(engine: Engine) -> None:
     assert speculator.counts["chain"].accepted > 0
     (plain,) = engine.generate(TEXTS[1], SamplingParams(max_tokens=128), processors=named, speculation=False)
     assert plain.token_ids == result.token_ids
+
+
+@given(seeds=st.lists(st.integers(0, 99), min_size=4, max_size=4), data=st.data())
+@settings(max_examples=examples(20), deadline=None)
+def test_forced_rows_beside_others_that_are_sampled(engine: Engine, seeds: list[int], data: st.DataObject) -> None:
+    """Of a position of a batch only the rows that are not forced are sampled."""
+    properties = {"kind": {"enum": ["a", "bird", "catamaran"]}, "is_old": {"type": "boolean"}, "n": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    forms = [
+        [{"name": "json_schema", "args": {"schema": schema}}],
+        [{"name": "forced_sequence", "args": {"text": TEXTS[0]}}],
+        [{"name": "json_schema", "args": {"schema": schema}}, {"name": "min_tokens", "args": {"n": 4}}],
+        [],
+    ]
+    named = [data.draw(st.sampled_from(forms)) for _ in seeds]
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=40, logprobs=data.draw(st.sampled_from([None, None, 1])))
+        for seed in seeds
+    ]
+    prompts = [f"{TEXTS[1]} {seed}" for seed in seeds]
+    plain = outcome(engine, Speculator(SpeculativeConfig.parse(PLAIN)), prompts, params, named)
+    assert outcome(engine, Speculator(clock=lambda: 0.0), prompts, params, named) == plain
+
+
+class Remembering(Drafting):
+    """Keeps what it is told of logits that were left out."""
+
+    def learn_late(self, plan: Plan, late: Collection[int]) -> None:
+        self.late = {*late}
+        self.left_out = {*plan.unread}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_logits_that_are_wanted_after_all_are_told(batch: int) -> None:
+    """Of every second row the logits behind a draft are left out, and nothing forces a token."""
+    model = ScriptedModel()
+    drafting = Remembering(lambda one: model.greedy(one.tokens, 3))
+    found = stepper(model)
+    found.speculator = drafting
+    for row in range(batch):
+        found.add(request(model, f"{row}", [3 + row, 4], SamplingParams(max_tokens=12, ignore_eos=True)))
+    found.step()
+    found.step()
+    assert drafting.accepted[-batch:] == [3] * batch
+    assert drafting.late == drafting.left_out == {4 * row + depth for row in range(0, batch, 2) for depth in range(3)}
 
 
 def test_a_request_may_forgo_drafts(engine: Engine) -> None:
