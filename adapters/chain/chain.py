@@ -9,11 +9,11 @@ from typing import Literal
 
 from adapters.chain.failures import Failures, ProcessorFailed
 from adapters.chain.history import History
-from adapters.chain.members import Member, in_order, member_of
+from adapters.chain.members import Act, Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
-from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens
+from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens, sure_member
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
 from adapters.contract.companion import CompanionProcessor
 from adapters.interrupts import is_interrupt
@@ -115,6 +115,7 @@ class ProcessorChain:
         self.needs_last_token = reads or self._scope is not None
         self.foresees = any(member.foresees for member in self.members)
         self._prefers = can_prefer(self.members)
+        self._sure = sure_member(self.members) if self._prefers and self._scope is None else None
         self.backtracks = any(isinstance(processor, BacktrackingProcessor) for processor in processors)
         self.companion = next((one for one in processors if isinstance(one, CompanionProcessor)), None)
 
@@ -261,8 +262,18 @@ class ProcessorChain:
             ProcessorFailed: a processor raised or was over its budget, or the chain cannot be
                 satisfied here.
         """
+        return self._plan(self._sure if self.masks_alone else None)
+
+    def _plan(self, sure: Member | None) -> RowPlan:
+        """See `plan`.
+
+        Args:
+            sure: Member that may force a token before the others' edits are known; if they forbid
+                it, all is planned anew without one.
+        """
         plan, scope, position = RowPlan([]), self._scope, len(self.tokens)
         acts = self._planned.acts = plan.acts
+        forced: Act | None = None  # by it
         weight = 0 if position % TIMED_EVERY else TIMED_EVERY
         for member in self.members if scope is None else scope.active(self.members):
             act = member.act
@@ -272,7 +283,7 @@ class ProcessorChain:
                         member.processor.catch_up()  # with the whole history: a budget is for a step
                     times = 1 if member.is_third_party else weight
                     began = thread_time() if times else 0.0
-                    edit = member.step() if scope is None else scope.step(member)
+                    edit = member.step(member is sure) if scope is None else scope.step(member)
                     if times:
                         self.failures.charge(member, thread_time() - began, times)
                     act = member.act_of(edit, self._num_tokens)
@@ -280,13 +291,22 @@ class ProcessorChain:
                     acts.append(act)
                     plan.num_masked += act[4]
                     if act[3] == "forced":
-                        plan.force_by(member, act)
+                        if member is sure:
+                            forced = act
+                        else:
+                            plan.force_by(member, act)
             except BaseException as error:  # the processor boundary: third-party code
                 raise self.failures.raised(member, error) from error
         if self._history.backtracking is not None:
             plan.mask(self._history.backtracking.acts())
         if scope is not None:
             plan.mask(scope.end_bans())
+        if forced is not None and sure is not None:
+            if plan.forced_by is None:
+                plan.force_by(sure, forced)
+                if plan.force is not None and plan.masks_permit(plan.force):
+                    return plan
+            return self._plan(None)
         if plan.forced_by is not None or plan.num_masked >= self._num_tokens:
             self.failures.check(plan)
         self._prefer(plan)

@@ -13,6 +13,7 @@ from adapters.contract import (
     BacktrackingProcessor,
     Ban,
     Edit,
+    Force,
     MalformedEdit,
     Processor,
     Scope,
@@ -39,7 +40,8 @@ class Member:
         turn: Stage at which it is applied: `stage`, unless the request gives an order.
         lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens
             outside of it, and tags, change what the processor sees at a position.
-        usual_token: `SteeringProcessor.usual_token`, if its class is a built-in that has one.
+        usual_token, sure_token: Those of a `SteeringProcessor`, if its class is a built-in that has
+            a `usual_token`.
         same_until: Position before which its `act` stays the same.
         act: Action of its newest edit, None if it has none or is shaping.
     """
@@ -55,6 +57,7 @@ class Member:
     follows: bool = field(init=False)
     lasts: Callable[[], int] | None = field(default=None, init=False)
     usual_token: Callable[[], int | None] | None = field(default=None, init=False)
+    sure_token: Callable[[], int | None] | None = field(default=None, init=False)
     is_third_party: bool = field(init=False)
     foresees: bool = field(init=False)
     stage: Stage = field(init=False)
@@ -72,16 +75,22 @@ class Member:
                 self.lasts = self.processor.same_until
             has_usual = type(self.processor).usual_token is not SteeringProcessor.usual_token
             if has_usual and not self.is_third_party:
-                self.usual_token = self.processor.usual_token
+                self.usual_token, self.sure_token = self.processor.usual_token, self.processor.sure_token
 
     @property
     def name(self) -> str:
         return self.processor.name
 
-    def step(self) -> Edit | Member | None:
-        """The processor's edit now; a shaping processor returns its member."""
+    def step(self, is_sure: bool = False) -> Edit | Member | None:
+        """The processor's edit now; a shaping processor returns its member.
+
+        Args:
+            is_sure: Force the token that the processor is sure of, if there is one.
+        """
         if self.follows:
             self.processor.catch_up()
+        if is_sure and self.sure_token is not None and (token_id := self.sure_token()) is not None:
+            return Force(token_id)
         if self.edit is None:
             return self
         edit = self.edit()

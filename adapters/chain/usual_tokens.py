@@ -27,6 +27,14 @@ def forces_foreseen(members: Sequence[Member], masks_alone: bool) -> bool:
     return (masks_alone and can_prefer(members)) or not any(one.foresees and one.usual_token for one in members)
 
 
+def sure_member(members: Sequence[Member]) -> Member | None:
+    """The only one of ``members`` with usual tokens, whose `Member.sure_token` may take the place
+    of its mask; None if there are several, or third parties', whose edits are asked for once.
+    """
+    found = [member for member in members if member.usual_token is not None]
+    return found[0] if len(found) == 1 and not any(member.is_third_party for member in members) else None
+
+
 def _is_companion(member: Member) -> bool:
     return isinstance(member.processor, CompanionProcessor)
 

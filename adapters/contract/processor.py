@@ -337,6 +337,13 @@ class SteeringProcessor(Processor):
         """
         return None
 
+    def sure_token(self) -> int | None:
+        """What `usual_token` returns behind `edit`, where that is known without calling `edit`.
+
+        None, by default, says nothing. Only called for built-in processors, after `catch_up`.
+        """
+        return None
+
 
 def tells_how_long(kind: type[SteeringProcessor]) -> bool:
     """Whether the class has a `SteeringProcessor.same_until` of its own."""

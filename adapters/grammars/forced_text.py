@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from llguidance import LLMatcher
 
-from adapters.vocabulary import Vocabulary
+from adapters.vocabulary import Vocabulary, byte_index
 
 MAX_ALLOWED = 64
 """A text begins with fewer tokens than this: where a mask has more, they are not parts of one."""
@@ -41,6 +41,7 @@ class ForcedText:
             "forced_texts", lambda: lru_cache(_KEPT)(lambda text: tuple(vocabulary.encode(text)))
         )
         self._token_bytes = vocabulary.token_bytes
+        self._beginnings = byte_index(vocabulary).beginnings
         self._left: bytes | None = None
 
     def forget(self) -> None:
@@ -65,15 +66,34 @@ class ForcedText:
             allowed: The tokens that the grammar allows, fewer than `MAX_ALLOWED`.
         """
         longest = max(len(self._token_bytes[token_id]) for token_id in allowed)
-        read = max(longest, _LOOKED_AT)
-        text, *_ = _FORCED_ID.split(self._text(copied)[: read + _LONGEST_ID], maxsplit=1)
+        text = _first_part(self._text(copied), max(longest, _LOOKED_AT))
         if longest > len(text):
             return None
+        found = self._first_of(text)
+        return found if found in allowed else None
+
+    def sure_token(self) -> int | None:
+        """What `first_token` would return, where that is known without the tokens that the grammar
+        allows: within a text, all with which it begins, unless they are never sampled.
+
+        None where it is not known; also where it is one that is never sampled.
+        """
+        if self._left is None:
+            return None
+        text = _first_part(self._left, _LOOKED_AT)
+        most = self._beginnings.most_within(text)
+        if most is None or most >= MAX_ALLOWED:
+            return None
+        found = self._first_of(text)
+        written = b"" if found is None else self._token_bytes[found]
+        return found if written and text.startswith(written) else None
+
+    def _first_of(self, text: bytes) -> int | None:
         try:
             found = self._encode(text[:_LOOKED_AT].decode(errors="ignore"))
         except ValueError:  # it begins within a character
             return None
-        return found[0] if found and found[0] in allowed else None
+        return found[0] if found else None
 
     def tokens(self, copied: Callable[[], LLMatcher], limit: int) -> Sequence[int]:
         """Guess of the next tokens, at most ``limit``: the usual ones of the forced text.
@@ -99,3 +119,8 @@ class ForcedText:
         if self._left is None:
             self._left = copied().compute_ff_bytes()  # of a copy, which keeps the bytes, or an error
         return self._left
+
+
+def _first_part(text: bytes, read: int) -> bytes:
+    """The text before the first token that is an id; at least `read` bytes of a longer one."""
+    return _FORCED_ID.split(text[: read + _LONGEST_ID], maxsplit=1)[0]

@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -119,7 +119,7 @@ class GrammarProcessor(SteeringProcessor):
         self._end = tuple(sorted(context.end_token_ids))
         vocabulary = context.vocabulary
         # A grammar can name any id, or all.
-        self._padding = [*vocabulary.gap_ids, *range(vocabulary.num_tokens, vocabulary.size)]
+        self._padding = vocabulary.gap_ids.union(range(vocabulary.num_tokens, vocabulary.size))
         self._address = vocabulary.address
         self._num_lexers = 1
         try:
@@ -241,6 +241,13 @@ class GrammarProcessor(SteeringProcessor):
             return int(allowed)
         return self._forced.first_token(self._matcher.copy, allowed.tolist())
 
+    def sure_token(self) -> int | None:
+        """See `SteeringProcessor.sure_token`; within a text that the grammar forces."""
+        if self._num_outside or self._violated:
+            return None
+        found = self._forced.sure_token()
+        return None if found is None or found in self._padding or found in self._end else found
+
     def foresee(self, limit: int) -> Sequence[int]:
         """The tokens of the text that the grammar forces, as the tokenizer writes it."""
         return () if self._num_outside or self._violated else self._forced.tokens(self._matcher.copy, limit)
@@ -269,7 +276,7 @@ class GrammarProcessor(SteeringProcessor):
         self._use(vocabulary_at(*self._address))
 
 
-def _end_words(width: int, never: Sequence[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
+def _end_words(width: int, never: Collection[int], ends: Sequence[int]) -> tuple[_Words, _Words]:
     """Mask words to ``&`` (clears ``never`` and ``ends``) and to ``|`` (sets ``ends``)."""
     cleared, words = _words(width, [*never, *ends])
     return (cleared, ~words), _words(width, ends)

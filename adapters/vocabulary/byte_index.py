@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -72,7 +73,7 @@ class ByteIndex:
             found.update(self._by_length.ending_with(text[:length]))
             found.update(self._by_length.beginning_with(text[-length:]))
         for begin in range(1, len(text) - 1):
-            reach = max(self._reach.get(text[begin : begin + length], 0) for length in range(1, _BEGINNING + 1))
+            reach = self.beginnings.reach(text[begin:])
             for end in range(begin + 1, min(len(text), begin + reach + 1)):
                 found.update(self.ids.get(text[begin:end], ()))
         return {token_id: self[token_id] for token_id in sorted(found) if self[token_id]}
@@ -82,13 +83,9 @@ class ByteIndex:
         return _ByLength(self)
 
     @cached_property
-    def _reach(self) -> dict[bytes, int]:
-        """Length of the longest token by its first bytes; a short one has all of its own there."""
-        reach: dict[bytes, int] = {}
-        for token in self.ids:
-            beginning = token[:_BEGINNING]
-            reach[beginning] = max(reach.get(beginning, 0), len(token))
-        return reach
+    def beginnings(self) -> Beginnings:
+        """The tokens by their first bytes."""
+        return Beginnings(self[token_id] for token_id in range(len(self)))
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -133,6 +130,33 @@ class ByteIndex:
             at = self._block.find(text, at + 1)
         positions = np.array(offsets, dtype=np.int64)
         return positions, np.searchsorted(self._starts, positions, side="right") - 1
+
+
+class Beginnings:
+    """How long, and how many, tokens are by their first bytes.
+
+    Args:
+        tokens: Bytes of all tokens.
+    """
+
+    def __init__(self, tokens: Iterable[bytes]) -> None:
+        self._longest: dict[bytes, int] = {}  # a short token has all of its own bytes there
+        alike = Counter(filter(None, tokens))
+        for token in alike:
+            beginning = token[:_BEGINNING]
+            self._longest[beginning] = max(self._longest.get(beginning, 0), len(token))
+        self._most_alike = max(alike.values(), default=0)
+
+    def reach(self, text: bytes) -> int:
+        """Length that no token exceeds which begins as ``text`` does, 0 if none does."""
+        return max(self._longest.get(text[:length], 0) for length in range(1, _BEGINNING + 1))
+
+    def most_within(self, text: bytes) -> int | None:
+        """Number that the tokens do not exceed with which ``text`` begins; None if one may be
+        longer than ``text`` and begin with it.
+        """
+        reach = self.reach(text)
+        return reach * self._most_alike if reach <= len(text) and _BEGINNING <= len(text) else None
 
 
 class _ByLength:

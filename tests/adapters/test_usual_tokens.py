@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.catalog import Catalog, parse_selection
-from adapters.chain import ProcessorChain, apply_chain
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_plan
 from adapters.contract import Reads, ShapingProcessor, Stage
 from adapters.grammars import forced_text
 from adapters.testing.kit_model import kit_context
@@ -132,6 +132,68 @@ def test_a_dense_bias_may_rule_out_the_usual_token(seed: int) -> None:
         assert not chain.plan().permits(usual)
         num_others += 1
     assert num_others > 3
+
+
+GRAMMARS: list[dict[str, Any]] = [
+    BY_SCHEMA,
+    {"name": "regex", "args": {"pattern": "(the quick brown (fox|foxes)[.] ?)+|Answer: über the [a-z]{1,3} fox"}},
+    {"name": "choice", "args": {"choices": ["the quick brown fox", "the quick brown fox jumps", "答案 über"]}},
+    {"name": "grammar", "args": {"lark": 'start: "the quick" (<[300]> " brown fox " | " brown ") "the" <[40]>'}},
+]
+
+
+@settings(max_examples=examples(600), deadline=None)
+@given(
+    named=st.sampled_from(GRAMMARS),
+    seed=st.integers(0, 2**32),
+    banned=st.sets(st.integers(256, 379), max_size=20),
+    forced=st.sampled_from([None, "the ", "the quick", '{"the']),
+)
+def test_what_is_sure_needs_no_mask(named: dict[str, Any], seed: int, banned: set[int], forced: str | None) -> None:
+    """A position is planned as from the mask of the grammar, whatever others forbid or force."""
+    others: list[dict[str, Any]] = [{"name": "frequency_penalty", "args": {"penalty": 0.5}}]
+    if never := sorted(banned - kit_context().end_token_ids):
+        others.append({"name": "banned_tokens", "args": {"token_ids": never}})
+    if forced is not None:
+        others.append({"name": "forced_prefix", "args": {"text": forced}})
+    chain, by_masks, source = chain_of(named, *others), chain_of(named, *others), random.Random(seed)
+    by_masks._sure = None
+    while chain.position < len(PROMPT) + 60:
+        if source.random() < 0.3:
+            chain.foresee(8)
+        found, expected = planned(chain), planned(by_masks)
+        assert found == expected
+        if isinstance(found, str):
+            break
+        token_id = source.choice(found[1])
+        for one in (chain, by_masks):
+            one.accept(token_id, one.position)
+        if token_id in kit_context().end_token_ids:
+            break
+        if source.random() < 0.1:
+            position = source.randrange(len(PROMPT), chain.position)
+            chain.rewind(position)
+            by_masks.rewind(position)
+    assert without_times(chain) == without_times(by_masks)
+
+
+def planned(chain: ProcessorChain) -> tuple[list[tuple[str, str, int]], list[int]] | str:
+    """What each processor does at a position, and the tokens that are left; or why none is."""
+    try:
+        plan = chain.plan()
+        row = torch.zeros(kit_context().vocabulary.size)
+        apply_plan(chain, plan, row)
+    except ProcessorFailed as failure:
+        return str(failure)
+    kinds = [(record.name, kind, masked) for record, _, _, kind, masked in plan.acts]
+    return kinds, (row > -torch.inf).nonzero()[:, 0].tolist()
+
+
+def without_times(chain: ProcessorChain) -> Any:
+    found: Any = chain.receipt.as_json()
+    for record in found["processors"]:
+        record.pop("seconds", None)
+    return found
 
 
 def test_near_its_end_a_token_may_reach_beyond_the_forced_text() -> None:
