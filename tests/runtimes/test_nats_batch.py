@@ -89,7 +89,7 @@ async def test_a_batch_and_its_re_run_give_the_same_bytes(nats_server: NatsServe
     assert [each["custom_id"] for each in results] == [json.loads(each)["custom_id"] for each in lines]
     assert json.dumps(results) == json.dumps(list(reversed(others)))
     refused = results[9]["response"]
-    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "sampling_options.top_p")
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "body.top_p")
     chat = results[1]["response"]["body"]
     assert chat["object"] == "chat.completion"
     assert chat["choices"][0]["finish_reason"] == "length"
