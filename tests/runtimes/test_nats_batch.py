@@ -89,7 +89,7 @@ async def test_a_batch_and_its_re_run_give_the_same_bytes(nats_server: NatsServe
     assert [each["custom_id"] for each in results] == [json.loads(each)["custom_id"] for each in lines]
     assert json.dumps(results) == json.dumps(list(reversed(others)))
     refused = results[9]["response"]
-    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "sampling_options.top_p")
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "body.top_p")
     chat = results[1]["response"]["body"]
     assert chat["object"] == "chat.completion"
     assert chat["choices"][0]["finish_reason"] == "length"
@@ -156,6 +156,10 @@ async def test_fields_are_honoured_or_refused(nats_server: NatsServer, tiny_mode
         line("nothing", url),
         line("tools", url, **chat, tools=[{"type": "function"}]),
         line("logprobs", url, **{**chat, "max_tokens": 2}, logprobs=True, top_logprobs=2, ignore_eos=True),
+        line("forced", url, **chat, tool_choice="required"),
+        line("prompts", prompt=["a", "b"]),
+        line("beyond", prompt=[9], logit_bias={"99999999": 1}),
+        line("range", url, **chat, top_p=7),
     ]
     async with connection(nats_server) as client, running(tiny_model, nats_server.url, "fields", *QUICK):
         store = BatchStore(client)
@@ -172,10 +176,14 @@ async def test_fields_are_honoured_or_refused(nats_server: NatsServer, tiny_mode
     assert fields == {
         "unknown": "body.temprature",
         "stream": "body.stream",
-        "nothing": "request",
+        "nothing": "body.messages",
         "tools": "body.tools",
+        "forced": "body.tool_choice",
+        "prompts": "body.prompt",
+        "beyond": "body.logit_bias",
+        "range": "body.top_p",
     }
-    assert status.num_failed == 4
+    assert status.num_failed == 8
 
 
 async def test_deadlines_and_cancellation(nats_server: NatsServer, tiny_model: Path) -> None:
@@ -354,6 +362,10 @@ def test_malformed_files(tmp_path: Path, nats_server: NatsServer, capsys: pytest
     )
     assert refused("[" * 100_000) == "line 1: the message is nested too deep"
     assert refused(good, '{"a": ' * 200 + "1" + "}" * 200) == "line 2: the message is nested more than 128 deep"
+    mixed = [line("a", model="m", prompt="b"), "", line("b", prompt="c"), line("c", model="n", prompt="d")]
+    (tmp_path / "mixed").write_text("\n".join(mixed))
+    assert main(["submit", str(tmp_path / "mixed"), "--nats-url", nats_server.url]) == 2
+    assert "line 4: the model is 'n', and 'm' before it; submit a file for each" in capsys.readouterr().err
     (tmp_path / "latin").write_bytes(b"\n" + '{"custom_id": "é"}'.encode("latin-1"))
     assert main(["submit", str(tmp_path / "latin"), "--nats-url", nats_server.url]) == 2
     assert "latin: line 2: is not UTF-8" in capsys.readouterr().err
@@ -367,8 +379,11 @@ async def test_the_command(
     nats_server: NatsServer, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = {"model": "command", "prompt": "a\u2028b\u0085c", "max_tokens": 1}  # ends of lines to Python, not to JSON
-    lines = [*mixed_lines(3, model="command"), json.dumps({"custom_id": "o", "url": "/v1/completions", "body": odd})]
-    lines[-1] = lines[-1].replace(r"\u2028", "\u2028").replace(r"\u0085", "\u0085")
+    lines = [
+        *mixed_lines(3, model="command"),
+        json.dumps({"custom_id": "o\u2028", "url": "/v1/completions", "body": odd}),
+    ]
+    lines[-1] = lines[-1].replace(r"\u2028", "\u2028").replace(r"\u0085", "\u0085").replace(", ", ",\r ")
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     url = ["--nats-url", nats_server.url]
     async with running(tiny_model, nats_server.url, "command", *QUICK):

@@ -22,11 +22,13 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.errors import InvalidRequest
 from worker.requests.prompt_scores import end_json
+from worker.runtimes.direct.openai_fields import places
 from worker.runtimes.direct.request import parse
 from worker.runtimes.nats.batch.answerer import BatchAnswerer
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest
-from worker.runtimes.nats.batch.openai import CHAT, COMPLETIONS, message_of, response_body
+from worker.runtimes.nats.batch.openai import CHAT, COMPLETIONS, message_of, response_body, told
 from worker.runtimes.nats.batch.running import RunningRequest
+from worker.sampling import SamplingParams
 
 DIGEST = "0123456789abcdef"
 
@@ -78,6 +80,57 @@ def test_values_that_python_takes_for_others_are_refused(name: str, value: Any) 
     with pytest.raises(InvalidRequest) as caught:
         message_of(URLS[0], {"messages": [], name: value}, DIGEST)
     assert caught.value.field == f"body.{name}"
+
+
+@pytest.mark.parametrize("choice", ["required", "x", True, {"type": "function", "function": {"name": "f"}}])
+def test_a_call_cannot_be_forced(choice: Any) -> None:
+    """It was left out of account where there were no tools."""
+    with pytest.raises(InvalidRequest, match="must be none or auto without tools") as caught:
+        message_of(CHAT, {"messages": [], "tool_choice": choice}, DIGEST)
+    assert caught.value.field == "body.tool_choice"
+
+
+@pytest.mark.parametrize(("url", "field"), [(CHAT, "body.messages"), (COMPLETIONS, "body.prompt")])
+def test_a_missing_prompt_is_named(url: str, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="is missing") as caught:
+        message_of(url, {"max_tokens": 1}, DIGEST)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("name", "section"), places(SamplingParams).items())
+def test_controls_are_named_as_the_client_wrote_them(name: str, section: str) -> None:
+    error = told(InvalidRequest(f"{section}.{name}[1]", "must not be"), CHAT, {name: 1})
+    assert (error.field, str(error)) == (f"body.{name}[1]", f"body.{name}[1]: must not be")
+
+
+_BIAS = {"logit_bias": {"5": 1}}
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "body", "expected"),
+    [
+        (COMPLETIONS, "token_ids[2]", {"prompt": [1]}, "body.prompt[2]"),
+        (CHAT, "token_ids", {"messages": []}, "body.messages"),
+        (CHAT, "messages[1].content", {"messages": []}, "body.messages[1].content"),
+        (CHAT, "stop_conditions.max_tokens", {"max_completion_tokens": 0}, "body.max_completion_tokens"),
+        (CHAT, "output_options.logprobs", {"logprobs": True, "top_logprobs": 999}, "body.top_logprobs"),
+        (COMPLETIONS, "output_options.logprobs", {"logprobs": 999}, "body.logprobs"),
+        (CHAT, "sampling_options.guided_decoding.args.schema", {"response_format": {}}, "body.response_format"),
+        (CHAT, "logits_processors.processors[0].args.bias", _BIAS, "body.logit_bias"),
+        (CHAT, "logits_processors.processors[1].args.bias", {"logits_processors": [1], **_BIAS}, "body.logit_bias"),
+        (CHAT, "logits_processors.processors[0].name", {"logits_processors": [1]}, "body.logits_processors[0].name"),
+        (
+            CHAT,
+            "logits_processors.processors[0].name",
+            {"logits_processors": {"processors": [1]}},
+            "body.logits_processors.processors[0].name",
+        ),
+        (CHAT, "body.stream", {"stream": 1}, "body.stream"),
+        (CHAT, "request id", {"messages": []}, "request id"),
+    ],
+)
+def test_errors_of_a_message_name_the_field_of_the_body(url: str, field: str, body: Any, expected: str) -> None:
+    assert told(InvalidRequest(field, "must not be"), url, body).field == expected
 
 
 def test_a_token_is_decoded_once_for_an_answer() -> None:

@@ -121,6 +121,13 @@ def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
         request_of(list(lines_of(path, LONGEST))[1], CHAT)
 
 
+def test_a_long_line_that_begins_with_blanks_is_named(tmp_path: Path) -> None:
+    """Its request may stand behind what is read of it."""
+    long = b" " * (LONGEST + 1) + json.dumps(line("b")).encode()
+    content = jsonl([line("a")]) + long + b"\n" + jsonl([line("c")])
+    assert problems(tmp_path, content) == [(2, "line_too_long", None)]
+
+
 def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "input"
     path.write_bytes(json.dumps(line("ä ")).encode())

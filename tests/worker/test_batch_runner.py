@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sqlite3
+import sys
 import threading
 from collections import Counter
 from collections.abc import Coroutine
@@ -590,6 +591,23 @@ async def test_an_answer_that_is_no_json_is_an_error_of_text(tmp_path: Path) -> 
         done = await ended(at, await begun(at, jsonl([line("a")])))
         body = (await results_of(at, done))["a"]["response"]["body"]
         assert body["error"]["message"].startswith("too large")
+
+
+async def test_a_line_with_a_deep_answer_holds_no_others_up(tmp_path: Path) -> None:
+    """One that can just be read, and one that cannot; the batch was tried again and again."""
+
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        text = said(body)
+        return (200, b"[" * int(text) + b"]" * int(text)) if text.isdecimal() else await echo(owner, url, body, "")
+
+    depths = [str(depth) for depth in range(sys.getrecursionlimit() - 40, sys.getrecursionlimit() + 10)]
+    async with service(tmp_path, ask) as at:
+        done = await ended(at, await begun(at, jsonl(map(line, ["a", *depths, "100000", "b"]))))
+        assert (done.status, done.completed) == ("completed", len(depths) + 3)
+        assert done.output_file_id is not None
+        with await at.open_content(OWNER, done.output_file_id) as file:
+            written = [each.partition(b'"custom_id":"')[2].partition(b'"')[0].decode() for each in file]
+        assert written == ["a", *depths, "100000", "b"]
 
 
 async def test_lines_of_an_output_are_lines_to_any_client(tmp_path: Path) -> None:

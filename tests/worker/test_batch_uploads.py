@@ -183,6 +183,25 @@ def test_a_filename_in_utf_8_may_be_escaped() -> None:
     assert read(body)[0].files["file"].filename == "anf\u00fchrung.jsonl"
 
 
+@pytest.mark.parametrize(
+    ("filenames", "expected"),
+    [
+        ("filename=in.jsonl; filename*=utf-8''in.jsonl", "in.jsonl"),
+        ("filename=\"=?utf-8?B?YW5mw7xo?=\"; filename*=utf-8''anf%C3%BCh", "anf\u00fch"),
+        ("filename*=utf-8''b; filename=\"a\"", "b"),
+    ],
+)
+def test_of_both_forms_of_a_filename_the_extended_counts(filenames: str, expected: str) -> None:
+    """Clients of .NET send both."""
+    body = form(FILE).replace(b'filename="in.jsonl"', filenames.encode())
+    assert read(body)[0].files["file"].filename == expected
+
+
+@pytest.mark.parametrize("written", ["filename=a; filename=a", "filename=a; name*=utf-8''purpose"])
+def test_a_part_has_one_name_and_one_filename(written: str) -> None:
+    assert "is not that of one field" in refusal(form(FILE).replace(b'filename="in.jsonl"', written.encode()))
+
+
 def room(tmp_path: Path, largest: int, clock: list[float]) -> Uploads:
     return Uploads(tmp_path, largest, 1024, 60, lambda: clock[0])
 

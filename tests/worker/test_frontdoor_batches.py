@@ -373,6 +373,20 @@ async def test_a_frontend_that_is_away_is_an_answer_to_try_again() -> None:
         assert (await answers.ask("owner-a", COMPLETIONS, b'{"model": "m", "prompt": "a"}', "id-1"))[0] == 503
 
 
+async def test_a_line_on_which_the_front_door_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the answer that a client would have, and its batch the other ones."""
+
+    def failing(*_: Any) -> None:
+        raise AttributeError("a bug")
+
+    async with house(say_ok) as at:
+        monkeypatch.setattr(at.door, "rewrite", failing)
+        body = b'{"model": "m", "prompt": "a"}'
+        online, _ = error_of(await at.ask(post(body, path=COMPLETIONS)))
+        status, found = await LineAnswers(at.door, {}, {}).ask("owner-a", COMPLETIONS, body, "id-1")
+        assert (online, status, json.loads(found)["error"]["message"]) == (500, 500, "internal error")
+
+
 async def test_switched_off_they_say_how_to_have_them() -> None:
     async with house(say_ok) as at:
         for request in (

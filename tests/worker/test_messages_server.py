@@ -114,6 +114,15 @@ async def test_a_refused_thread_is_one_that_clients_go_on_without() -> None:
     assert (status, body["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/batches/msgbatch_1/results", "/v1/messages/x"])
+async def test_what_is_not_served_is_an_error_of_anthropic_s(path: str) -> None:
+    """Its client tells the kind of error, and the request, from the form."""
+    async with house(says(*CHUNKS)) as at:
+        status, headers, body = whole(await at.ask(post(b"{}", path=path)))
+    assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
+    assert body["request_id"] == headers["request-id"]
+
+
 async def test_errors_of_the_chat_have_the_names_of_messages() -> None:
     async with house(says(*CHUNKS)) as at:
         status, headers, body = whole(await at.ask(message(ignore_eos=True, stop_sequences=["a"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.request_reader import Head
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
+
+logger = logging.getLogger(__name__)
 
 _HOST, _JSON = (b"host", b"batch"), (b"content-type", b"application/json")
 MODELS = "/v1/models"
@@ -71,6 +74,10 @@ class LineAnswers:
             return await waiting.found
         except Refused as refused:
             return refused.status, error_body(refused, "openai", "")
+        except Exception:  # the request's boundary: the other lines of its batch go on
+            logger.exception("a request of a batch failed")
+            internal = Refused(500, "internal error", kind="server_error")
+            return internal.status, error_body(internal, "openai", "")
         finally:
             waiting.abort()
 

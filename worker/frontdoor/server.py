@@ -26,7 +26,7 @@ from worker.frontdoor.options import Options
 from worker.frontdoor.request_reader import Head
 from worker.frontdoor.requests import names_of, parsed, rewritten_fields
 from worker.frontdoor.rewriting import Rewriting
-from worker.frontdoor.routes import CATALOGUE, OPENAPI, Route, Routes, openapi
+from worker.frontdoor.routes import CATALOGUE, MESSAGES, OPENAPI, Route, Routes, openapi
 from worker.frontdoor.summaries import Source, Summary, health, metrics
 from worker.frontdoor.texts import Texts
 from worker.frontdoor.tool_reading import needs_chunks
@@ -129,9 +129,11 @@ class FrontDoor:
         return self.batches
 
     def error_form(self, path: str) -> ErrorForm:
-        """Form of the errors of a path."""
+        """Form of the errors of a path; what is below `MESSAGES` and not served is Anthropic's."""
         route = self.routes.at(path)
-        return "openai" if route is None else route.errors
+        if route is None:
+            return "anthropic" if path.startswith(f"{MESSAGES}/") else "openai"
+        return route.errors
 
     def admit(self, head: Head, path: str, peer: bytes) -> tuple[Route, bytes]:
         """The route of a request, and the label of its client.

@@ -45,7 +45,8 @@ class Line:
 
     @property
     def is_blank(self) -> bool:
-        return not self.data.strip()
+        """Whether it is no request; of one that is too long the rest may be."""
+        return not (self.is_too_long or self.data.strip())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
+from email.utils import collapse_rfc2231_value
 from pathlib import Path
 from typing import BinaryIO
 
@@ -162,16 +163,19 @@ def _disposition(head: bytes) -> tuple[str, str | None]:
     if headers.get("content-transfer-encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
         raise Refused(400, _MALFORMED + "a part with a content-transfer-encoding")
     given = headers.get_params(header="content-disposition") or [("", "")]
-    names = [name for name, _ in given]
+    extended = next((value for name, value in given if name == "filename" and isinstance(value, tuple)), None)
+    names = [name for name, value in given if value is not extended]
     if given[0] != ("form-data", "") or len(set(names)) < len(names):
         raise Refused(400, _MALFORMED + "a part whose content-disposition is not that of one field")
     name = headers.get_param("name", header="content-disposition")
     if not isinstance(name, str) or not name:
         raise Refused(400, _MALFORMED + "a part without a name")
-    filename = headers.get_param("filename", header="content-disposition")
-    if isinstance(filename, tuple) and (filename[0] or "").lower() not in _CHARSETS:
+    if extended is None:
+        return name, headers.get_filename()
+    # .NET's clients send filename beside filename*, which counts (RFC 6266, 4.3)
+    if (extended[0] or "").lower() not in _CHARSETS:
         raise Refused(400, _MALFORMED + f"a filename in a charset that is none of {', '.join(_CHARSETS)}")
-    return name, headers.get_filename()
+    return name, collapse_rfc2231_value(extended).strip()
 
 
 def _headers(head: bytes) -> Message:

@@ -172,7 +172,7 @@ class Result:
         line: Number of its line in the input file, from 1.
         status_code: HTTP status of the answer.
         request_id: Id under which the request was sent.
-        body: JSON of the answer.
+        body: JSON of the answer, in ASCII and without line ends.
     """
 
     line: int

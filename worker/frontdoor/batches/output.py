@@ -98,22 +98,20 @@ def _write(
 
 def _written(batch: StoredBatch, line: Line, result: Result | None, status: Status) -> bytes:
     """A line of the output."""
-    response: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
-    if result is None:
-        error = {"code": f"batch_{status}", "message": NOT_RUN[status]}
-    else:
-        body = json.loads(result.body)
-        response = {"status_code": result.status_code, "request_id": result.request_id, "body": body}
     try:
         custom_id = request_of(line, batch.endpoint).custom_id
     except BadLine:  # a later version takes fewer lines than the one that began the batch
         custom_id = None
-    found = {
-        "id": f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
-    # in ASCII, since clients split texts into lines at more characters than JSON Lines does
-    return json.dumps(found, separators=(",", ":")).encode() + b"\n"
+    names = _encoded({"id": f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}", "custom_id": custom_id})
+    if result is None:
+        response, error = b"null", _encoded({"code": f"batch_{status}", "message": NOT_RUN[status]})
+    else:
+        answered = _encoded({"status_code": result.status_code, "request_id": result.request_id})
+        # the body as it was kept: it may be nested as deep as can be read
+        response, error = b'%b,"body":%b}' % (answered[:-1], result.body), b"null"
+    return b'%b,"response":%b,"error":%b}\n' % (names[:-1], response, error)
+
+
+def _encoded(found: dict[str, Any]) -> bytes:
+    """JSON in ASCII: clients split texts into lines at more characters than JSON Lines does."""
+    return json.dumps(found, separators=(",", ":")).encode()

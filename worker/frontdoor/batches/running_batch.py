@@ -185,10 +185,12 @@ def _is_aborted(status: int, body: bytes) -> bool:
 
 
 def _kept(body: bytes) -> tuple[bytes, TokenCounts]:
-    """JSON without line ends, of a text that is no JSON OpenAI's error; and the tokens it names."""
+    """JSON in ASCII without line ends, of a text that is no JSON, or nested too deep to be read,
+    OpenAI's error; and the tokens it names.
+    """
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = body.decode(errors="replace")[:1000]
         found = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
     return json.dumps(found, separators=(",", ":")).encode(), token_counts(found)

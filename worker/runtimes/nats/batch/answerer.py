@@ -97,8 +97,12 @@ class BatchAnswerer:
         request = running.request
         body = await self._storage.body(request.body_digest) if request.body_digest else request.body
         made_of = layout.request_digest(request.custom_id, request.url, body)
-        parsed = running.parsed = await self._messages.parsed(openai.message_of(request.url, body, made_of))
-        chunks = [chunk async for chunk in self._messages.chunks(running.id, parsed)]
+        message = openai.message_of(request.url, body, made_of)
+        try:
+            parsed = running.parsed = await self._messages.parsed(message)
+            chunks = [chunk async for chunk in self._messages.chunks(running.id, parsed)]
+        except InvalidRequest as error:
+            raise openai.told(error, request.url, body) from error.__cause__
         if any(chunk.get("finish_reason") in CUT_OFF for chunk in chunks):
             raise Returned
         # with log probabilities a long answer takes seconds

@@ -19,7 +19,7 @@ from nats.errors import Error as NatsError
 from tqdm import tqdm
 
 from worker.arguments.values import positive_seconds
-from worker.errors import ConfigurationError, ServingError
+from worker.errors import ConfigurationError, ServingError, shown
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.backup import backup, restore
 from worker.runtimes.nats.batch.layout import PRIORITIES
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     submit = commands.add_parser("submit", parents=[shared], help="queue the requests of a file; prints the batch's id")
     submit.add_argument("file", type=Path, help="requests in OpenAI's batch format, one a line")
-    submit.add_argument("--model", help="served model name (default: what the first request's body says)")
+    submit.add_argument("--model", help="served model name, whatever bodies say (default: what they say)")
     submit.add_argument("--model-version", default="1", help="of the model (default: 1)")
     submit.add_argument("--priority", choices=PRIORITIES, default="normal", help="default: normal")
     submit.add_argument("--deadline-s", type=_seconds, help="seconds from now after which nothing is answered any more")
@@ -124,23 +124,36 @@ async def _submit(client: Client, options: Any) -> int:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Lines of a file; only a line feed ends one: JSON may have Unicode's other ends in a text."""
+    """Lines of a file; only a line feed ends one: JSON may have Unicode's other ends in a text, and
+    a carriage return between its values.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        return path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         number = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigurationError(f"{path}: line {number}: is not UTF-8") from None
 
 
 def _model_of(lines: Sequence[str]) -> str:
-    first = next((line for line in lines if line.strip()), "{}")
-    try:
-        model = protocol.decoded(first.encode())["body"]["model"]
-    except (ValueError, KeyError, TypeError):
-        model = None
-    if not isinstance(model, str) or not model:
+    """The model that the bodies name: one queue is that of one model."""
+    named = [(number, _named_model(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    model = named[0][1] if named else None
+    if model is None:
         raise ConfigurationError("the first request's body names no model; give --model")
+    for number, other in named:
+        if other not in (None, model):
+            problem = f"the model is {shown(other)}, and {shown(model)} before it"
+            raise ConfigurationError(f"line {number}: {problem}; submit a file for each, or give --model for all")
     return model
+
+
+def _named_model(line: str) -> str | None:
+    """The model that the body of a line names; None without one, and for what is no request."""
+    try:
+        model = protocol.decoded(line.encode())["body"]["model"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return model if isinstance(model, str) and model else None
 
 
 async def _status(client: Client, options: Any) -> int:
@@ -193,7 +206,7 @@ async def _results(client: Client, options: Any) -> int:
     lines: list[str] = []
     try:
         async for line in store.results(options.batch):
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.append(json.dumps(line) + "\n")  # in ASCII: clients and terminals know more ends of lines than JSON
     finally:  # the whole ones are shown, whatever became of others
         text = "".join(lines)
         if options.output is None:

@@ -5,13 +5,14 @@ Every field is honoured, without effect by nature, or refused with its name.
 
 from __future__ import annotations
 
+import re
 from codecs import getincrementaldecoder
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from adapters.client import from_openai_logit_bias
-from worker.errors import InvalidRequest, ServingError, shown
+from worker.errors import InvalidRequest, ServingError, path_within, shown
 from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, TokenText
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
@@ -30,6 +31,9 @@ _OWN = {
     ),
     COMPLETIONS: frozenset({"prompt", "logprobs", "stop", "stream", "logit_bias", "logits_processors"}),
 }
+
+_SECTIONS = ("sampling_options", "stop_conditions", "output_options")
+_ENTRY = re.compile(r"logits_processors\.processors\[(\d+)\](.*)", re.DOTALL)
 
 Message = dict[str, Any]
 
@@ -51,7 +55,7 @@ def message_of(url: str, body: Any, digest: str, record: type[SamplingParams] = 
     if not isinstance(body, Mapping):
         raise InvalidRequest("body", f"must be an object, got {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None and name not in _NO_EFFECT}
-    message: Message = {"sampling_options": {}, "stop_conditions": {}, "output_options": {}}
+    message: Message = {section: {} for section in _SECTIONS}
     sections = places(record)
     for name, value in given.items():
         section = sections.get(name)
@@ -70,14 +74,20 @@ def message_of(url: str, body: Any, digest: str, record: type[SamplingParams] = 
 
 
 def _add_prompt(message: Message, url: str, given: Mapping[str, Any]) -> None:
+    name = "messages" if url == CHAT else "prompt"
+    prompt = given.get(name)
+    if prompt is None:
+        raise InvalidRequest(f"body.{name}", "is missing")
     if url == CHAT:
-        message["messages"] = given.get("messages")
+        message["messages"] = prompt
         message["chat_template_args"] = given.get("chat_template_args")
-        if given.get("tools") and given.get("tool_choice") != "none":
+        tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+        if tools and choice != "none":
             raise InvalidRequest("body.tools", "are supported only with tool_choice none: no tool call is parsed here")
-        message["tools"] = given.get("tools") or None
+        if choice not in ("none", "auto"):
+            raise InvalidRequest("body.tool_choice", f"must be none or auto without tools, got {shown(choice)}")
+        message["tools"] = None if tools == [] else tools
         return
-    prompt = given.get("prompt")
     message["prompt" if isinstance(prompt, str) else "token_ids"] = prompt
 
 
@@ -135,6 +145,39 @@ def _joined(chosen: Any, processor: Message) -> Any:
     options = {"processors": chosen} if isinstance(chosen, list) else {} if chosen is None else chosen
     listed = options.get("processors", []) if isinstance(options, Mapping) else None
     return {**options, "processors": [*listed, processor]} if isinstance(listed, list) else chosen
+
+
+def told(error: InvalidRequest, url: str, body: Mapping[str, Any]) -> InvalidRequest:
+    """The refusal of the message that `message_of` made of a body as one of the body.
+
+    Args:
+        error: The refusal; one that is of the body already stays as it is.
+        url: One of `URLS`.
+        body: JSON data of the request.
+    """
+    name = _name(error.field, url, body)
+    is_of_body = re.split(r"[.\[]", name, maxsplit=1)[0] in body
+    return InvalidRequest(f"body.{name}", error.problem) if is_of_body else error
+
+
+def _name(field: str, url: str, body: Mapping[str, Any]) -> str:
+    """The field of a body that a field of its message is made of."""
+    entry = _ENTRY.fullmatch(field)
+    if entry is not None:
+        chosen = body.get("logits_processors")
+        listed = chosen.get("processors") if isinstance(chosen, Mapping) else chosen
+        if int(entry[1]) >= len(listed or ()):
+            return "logit_bias"
+        return f"logits_processors[{entry[1]}]{entry[2]}" if isinstance(chosen, list) else field
+    if path_within(field, "token_ids") is not None:
+        return "messages" if url == CHAT else field.replace("token_ids", "prompt", 1)
+    section, _, name = field.partition(".")
+    if section not in _SECTIONS:
+        return field
+    if path_within(name, "guided_decoding") is not None:
+        return "response_format"
+    renamed = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(name, name)
+    return renamed if renamed in body else name
 
 
 def response_body(
