@@ -72,6 +72,7 @@ class ToolCalls(GrammarProcessor):
     """
 
     name = "tool_calls"
+    version = 5  # free text spells no special token that is a mark
     argument = "tools"
 
     class Args(ProcessorArgs):
