@@ -167,7 +167,7 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
         raise ArgumentError("tools", f"expected the arguments of {tool.name} to be an object")
     schema = {**schema, "type": "object"}
     if wanted.arguments != "json":
-        return source.arguments(schema, wanted.arguments, of)
+        return source.arguments(_closed(schema), wanted.arguments, of)
     return source.json(_closed(schema), of)
 
 

@@ -395,14 +395,22 @@ def test_a_value_between_tags_is_read_as_it_was_meant(value: Any) -> None:
     assert read == value or (isinstance(value, str) and not isinstance(read, str))
 
 
-def test_arguments_are_those_that_properties_name() -> None:
-    """Unless the schema says that there may be others."""
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_arguments_are_those_that_properties_name(spelling: str) -> None:
+    """Those of objects within them, too, whatever the notation."""
     inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
     silent = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
-    closed = calls("hermes", tools=[{"name": "f", "parameters": silent}], choice="required", parallel=False)
-    assert follow(closed, written("hermes", Call("f", {"a": 1, "b": {"c": 2}}))) == "complete"
-    assert "stopped" in follow(closed, written("hermes", Call("f", {"a": 1, "z": 2})))
-    assert "stopped" in follow(closed, written("hermes", Call("f", {"a": 1, "b": {"d": 2}})))
+    tools = [{"name": "f", "parameters": silent}]
+    closed = calls(format_of(spelling), tools=tools, choice="required", parallel=False)
+    assert follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2}}))) == "complete"
+    assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "z": 2})))
+    assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"d": 2}})))
+    assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2, "d": 2}})))
+
+
+def test_a_schema_may_say_that_there_are_other_arguments() -> None:
+    inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
+    silent = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
     open_ = {**silent, "additionalProperties": {"type": "integer"}}
     others = calls("hermes", tools=[{"name": "f", "parameters": open_}], choice="required", parallel=False)
     assert follow(others, written("hermes", Call("f", {"a": 1, "z": 2}))) == "complete"
