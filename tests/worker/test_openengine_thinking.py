@@ -54,7 +54,7 @@ def test_thinking_that_the_prompt_or_the_answer_begins(parser: str, opening: str
 OWN_TAG = [
     (["<think>Hm</think>Yes"], "Hm", "Yes"),
     (["<th", "ink>", "\nHm", "</th", "ink>Yes"], "\nHm", "Yes"),
-    (["\n", "<think>Hm</think>Yes"], "Hm", "Yes"),
+    (["\n", "<think>Hm</think>Yes"], "\nHm", "Yes"),
     (["<", "b>"], "<b>", ""),
     (["<think>Hm <think></think>Yes"], "Hm <think>", "Yes"),
     (["<thi"], "<thi", ""),

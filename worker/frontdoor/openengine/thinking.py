@@ -86,7 +86,7 @@ class ThinkingSplit:
             return False
         self._may_open = False
         if text.startswith(begin):
-            self._held = text.removeprefix(begin)
+            self._held = self._held.replace(begin, "", 1)
         return True
 
     @property
