@@ -181,12 +181,14 @@ class CallSource:
         return f" & ~/{_SPACES}({'|'.join(found)}){_ANY}/" if found and not self._format.prose else ""
 
     def _patterns(self, *, anywhere: bool) -> list[str]:
-        """Regular expressions of the triggers; a special token is in no text anyway."""
+        """Regular expressions of the triggers, also of those that are special tokens: who reads the
+        answer cannot tell one from its text.
+        """
         found = []
         for opening in self._openings(anywhere=anywhere):
-            if not opening.trigger:
+            if opening.trigger:
+                found.append(literal(opening.trigger))
+            else:
                 begun = literal(opening.text + self._format.name_prefix)
                 found.append(f"{begun}{NAME}{literal(self._format.name_suffix[:1])}")
-            elif not self._texts.starts_special(opening.trigger):
-                found.append(literal(opening.trigger))
         return found

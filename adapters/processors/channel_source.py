@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from adapters.calls import CallFormat, Channels
 from adapters.grammars.json_schema import literal
 from adapters.processors.call_source import Signature
-from adapters.processors.structural_source import MarkedText, StructuralSource
+from adapters.processors.structural_source import MarkedText, StructuralSource, without
 
 _ANY = "(?s:.*)"
 
@@ -78,17 +78,19 @@ class ChannelSource:
         if end.token:
             return f"{self._free()} {end.token}"
         others = [text for text in self._marks() if text != end.text]
-        self._source.add("TO_END", f"/{_ANY}{literal(end.text)}/{_without(others)}")
+        self._source.add("TO_END", f"/{_ANY}{literal(end.text)}/{without(others)}")
         self._source.add("to_end[lazy]", "TO_END")
         return "to_end"
 
     def _free(self) -> str:
-        self._source.add("FREE", f"/{_ANY}/{_without(self._marks())}")
+        self._source.add("FREE", f"/{_ANY}/{without(self._marks())}")
         return "FREE"
 
     def _marks(self) -> list[str]:
-        """Texts that no message holds: those of the format that are no special tokens."""
-        return [text for text in self._format.special if not self._texts.starts_special(text)]
+        """Texts that no message holds: those of the format, also where they are special tokens,
+        from which who reads the answer cannot tell them.
+        """
+        return list(self._format.special)
 
     def _calls(self) -> str:
         (opening,) = self._format.openings
@@ -98,7 +100,3 @@ class ChannelSource:
         ]
         self._source.add("call", " | ".join(f"{option} {self._texts.lark(self._suffix)}" for option in options))
         return f"call ({self._texts.lark(self._format.again)} call)*" if self._parallel else "call"
-
-
-def _without(texts: Sequence[str]) -> str:
-    return f" & ~/{_ANY}({'|'.join(map(literal, texts))}){_ANY}/" if texts else ""

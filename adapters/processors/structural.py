@@ -80,6 +80,7 @@ class StructuralTag(GrammarProcessor):
     """
 
     name = "structural_tag"
+    version = 5  # free text spells no special token that is a mark
     argument = "format"
 
     class Args(ProcessorArgs):

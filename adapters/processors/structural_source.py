@@ -23,6 +23,11 @@ MAX_TAGS = 128
 _ANY = "(?s:.*)"
 
 
+def without(texts: Sequence[str]) -> str:
+    """Rest of a terminal's expression by which it holds none of ``texts``."""
+    return f" & ~/{_ANY}({'|'.join(map(literal, texts))}){_ANY}/" if texts else ""
+
+
 class JsonContent(ProcessorArgs):
     """Compact JSON that a JSON Schema describes."""
 
@@ -46,10 +51,13 @@ class Trigger:
     Attributes:
         text: The text that ends it, if it is not a special token.
         token: Lark expression of the special token.
+        spelling: The text of either, which free text never holds: who reads an answer cannot tell
+            a special token from its text.
     """
 
     text: str = ""
     token: str = ""
+    spelling: str = ""
 
 
 @dataclass(slots=True)
@@ -94,11 +102,12 @@ class MarkedText:
             if len(pieces) > 1:
                 problem = "a trigger with a special token must begin with it"
                 raise ArgumentError(self._argument, problem)
-            return Trigger(text=text), ""
+            return Trigger(text=text, spelling=text), ""
         behind = pieces[1:]
         if any(is_token for is_token, _ in behind):
             raise ArgumentError(self._argument, "a trigger may hold one special token")
-        return Trigger(token=pieces[0][1]), "".join(part for _, part in behind)
+        rest = "".join(part for _, part in behind)
+        return Trigger(token=pieces[0][1], spelling=text.removesuffix(rest)), rest
 
     def starts_special(self, text: str) -> bool:
         """Whether ``text`` begins with a special token."""
@@ -211,10 +220,12 @@ class StructuralSource:
         for text in texts:
             if sum(text.count(other) > 0 for other in texts) > 1:
                 raise ArgumentError(self._argument, "no trigger may contain another one")
-        self._free(texts)
+        self._free([block.trigger.spelling for block in blocks])
+        special = [block.trigger.spelling for block in blocks if block.trigger.token]
         for index, block in enumerate(blocks):
             if block.trigger.text:
-                self.rules.append(f"trigger_{index}[lazy]: /{_ANY}{literal(block.trigger.text)}/")
+                self.rules.append(f"TRIGGER_{index}: /{_ANY}{literal(block.trigger.text)}/{without(special)}")
+                self.rules.append(f"trigger_{index}[lazy]: TRIGGER_{index}")
             before = f"trigger_{index}" if block.trigger.text else f"FREE {block.trigger.token}"
             self.rules.append(f"block_{index}: {before} ({' | '.join(block.options)})")
         any_block = " | ".join(f"block_{index}" for index in range(len(blocks)))
@@ -225,13 +236,12 @@ class StructuralSource:
 
     def free_text(self, blocks: Sequence[Block]) -> str:
         """The grammar of free text in which no block starts."""
-        self._free([block.trigger.text for block in blocks if block.trigger.text])
+        self._free([block.trigger.spelling for block in blocks])
         return self.finished("FREE")
 
     def _free(self, texts: Sequence[str]) -> None:
         """Add the rule of free text that holds none of ``texts``."""
-        without = f" & ~/{_ANY}({'|'.join(map(literal, texts))}){_ANY}/" if texts else ""
-        self.rules.append(f"FREE: /{_ANY}/{without}")
+        self.rules.append(f"FREE: /{_ANY}/{without(texts)}")
 
     def finished(self, start: str) -> str:
         """The grammar of start rule ``start``, in llguidance's JSON form."""

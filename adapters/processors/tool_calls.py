@@ -72,6 +72,7 @@ class ToolCalls(GrammarProcessor):
     """
 
     name = "tool_calls"
+    version = 5  # free text spells no special token that is a mark
     argument = "tools"
 
     class Args(ProcessorArgs):
@@ -166,7 +167,7 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
         raise ArgumentError("tools", f"expected the arguments of {tool.name} to be an object")
     schema = {**schema, "type": "object"}
     if wanted.arguments != "json":
-        return source.arguments(schema, wanted.arguments, of)
+        return source.arguments(_closed(schema), wanted.arguments, of)
     return source.json(_closed(schema), of)
 
 

@@ -14,28 +14,43 @@ class ReasoningTokens:
         start: Matches the opening tag.
         end: Matches the closing tag.
         is_inside: Whether the answer begins with thinking.
+        may_open: Whether the opening tag may be before that thinking.
 
     Attributes:
         count: Tokens so far.
     """
 
-    def __init__(self, start: TextMatcher, end: TextMatcher, *, is_inside: bool) -> None:
+    def __init__(self, start: TextMatcher, end: TextMatcher, *, is_inside: bool, may_open: bool = False) -> None:
         self.count = 0
         self._start, self._end = start, end
         self._is_inside = is_inside
         self._matched = 0
+        self._begun: list[int] | None = [] if may_open else None  # tokens of the answer while they may be that tag
         self._sizes: list[int] = []  # symbols of the next tag in each of the newest thinking tokens
 
     def feed(self, token_ids: Iterable[int]) -> None:
         """Take the next tokens of the answer."""
         for token_id in token_ids:
-            tag = self._end if self._is_inside else self._start
-            self._matched, before = tag.step(self._matched, token_id)
-            if before >= 0:
-                self._close(before)
-            elif self._is_inside:
-                self.count += 1
-                self._sizes.append(len(tag.pieces.get(token_id, ())))
+            for each in [token_id] if self._begun is None else self._behind_tag(self._begun, token_id):
+                self._take(each)
+
+    def _behind_tag(self, begun: list[int], token_id: int) -> list[int]:
+        """The tokens that are certain not to be the tag at the beginning of the answer."""
+        begun.append(token_id)
+        self._matched, before = self._start.step(self._matched, token_id)
+        if self._matched and before < 0:
+            return []
+        self._begun = None
+        return [] if before >= 0 else begun
+
+    def _take(self, token_id: int) -> None:
+        tag = self._end if self._is_inside else self._start
+        self._matched, before = tag.step(self._matched, token_id)
+        if before >= 0:
+            self._close(before)
+        elif self._is_inside:
+            self.count += 1
+            self._sizes.append(len(tag.pieces.get(token_id, ())))
 
     def _close(self, before: int) -> None:
         """End a section, or begin one, at a tag that has `before` symbols in the tokens before."""

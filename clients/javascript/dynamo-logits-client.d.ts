@@ -683,7 +683,13 @@ export interface ProcessorWork {
 export interface Receipt {
   version: number;
   engine: { name: string; version: string; computed_by: string; options: Record<string, unknown> };
-  model: { name: string; digest: string | null };
+  /** Digests of the checkpoint, of the LoRA adapter and of the draft model, where the answer has one. */
+  model: {
+    name: string;
+    digest: string | null;
+    adapter?: { name: string; digest: string | null };
+    draft_model?: string;
+  };
   mode: string;
   numerics: string;
   seed: number;
@@ -697,8 +703,12 @@ export interface Receipt {
   sampling?: Record<string, { value: number; from: "request" | "model" | "default" }>;
   preemptions: number | null;
   prompt_digest: string;
+  /** Pictures of the prompt, which no digest covers. */
+  images?: number;
   generated_tokens: number;
   answer_digest: string;
+  /** Versions of updated weights, with the first token of the answer that each was used for. */
+  weights?: { version: string; from_token: number; digest: string }[];
   /** Sampling controls and processors as JSON text, which a replay reads. */
   request?: string;
 }
@@ -782,7 +792,10 @@ export interface ClientOptions {
   baseURL?: string;
   /** API key, printable ASCII, if the server has keys. */
   apiKey?: string | null;
-  /** Milliseconds for which the server may send nothing, at most 2^31 - 1; 600,000 by default. */
+  /**
+   * Milliseconds for which the server may send nothing, at most 2^31 - 1; 600,000 by default. Node's own fetch waits
+   * 300,000 at most.
+   */
   timeoutMs?: number;
   headers?: Readonly<Record<string, string>>;
   fetch?: typeof globalThis.fetch;

@@ -266,14 +266,15 @@ function eventData(text) {
 /** A parser of server-sent events, from pieces of their text. */
 export class EventReader {
   #rest = ""; // of the line that has not ended
-  #half = ""; // a carriage return at the end of what has arrived: it may be half of a line end
+  #half = false; // what has arrived ends with a carriage return: a line feed behind it ends no other line
   #event = { name: "", data: [], comment: [] };
 
   /** The events that end in this piece. */
   feed(piece) {
-    const text = this.#half + piece;
-    this.#half = text.endsWith("\r") ? "\r" : "";
-    const lines = text.slice(0, text.length - this.#half.length).split(/\r\n|\n|\r/);
+    if (piece === "") return [];
+    const text = this.#half && piece.startsWith("\n") ? piece.slice(1) : piece;
+    this.#half = piece.endsWith("\r");
+    const lines = text.split(/\r\n|\n|\r/);
     lines[0] = this.#rest + lines[0];
     this.#rest = lines.pop();
     return lines.map((line) => this.#take(line)).filter((event) => event !== null);
@@ -390,6 +391,7 @@ export class Answer {
 
 const DEFAULTS = { baseURL: "http://127.0.0.1:8000/v1", apiKey: null, timeoutMs: 600_000, headers: {}, fetch: undefined };
 const LONGEST_TIMEOUT_MS = 2 ** 31 - 1; // a timer takes a longer one for none at all
+const NODES_TIMEOUTS = ["UND_ERR_HEADERS_TIMEOUT", "UND_ERR_BODY_TIMEOUT"]; // of its fetch, after 300 seconds
 
 /** A client of a worker's front door. */
 export class Client {
@@ -441,7 +443,7 @@ export class Client {
 
   async #whole(path, fields, options) {
     const call = this.#call(path, fields, false, options);
-    const body = await call.during((response) => response.text()).finally(() => call.cancel());
+    const body = await call.during((response) => call.text(response)).finally(() => call.cancel());
     const data = parsed(body);
     if (typeof data === "object" && data !== null && !Array.isArray(data)) return data;
     throw new ClientError(`expected a JSON object, got ${JSON.stringify(body.slice(0, 200))}`);
@@ -504,8 +506,20 @@ class Call {
   async during(read) {
     const { fetched, url, init } = this;
     const response = await this.watched(fetched(url, { ...init, signal: this.#abort.signal }));
-    if (response.status !== 200) throw new Refused(response.status, await this.watched(response.text()));
-    return this.watched(read(response));
+    if (response.status !== 200) throw new Refused(response.status, await this.text(response));
+    return read(response);
+  }
+
+  /** The body as text; each piece of it may take the whole timeout. */
+  async text(response) {
+    if (!response.body) return this.watched(response.text());
+    const [body, decoder] = [response.body.getReader(), new TextDecoder()];
+    let text = "";
+    for (;;) {
+      const { done, value } = await this.watched(body.read());
+      if (done) return text + decoder.decode();
+      text += decoder.decode(value, { stream: true });
+    }
   }
 
   /** The promise's value; the request is cancelled if there is none within the timeout. */
@@ -516,6 +530,7 @@ class Call {
       return await promise;
     } catch (error) {
       if (this.#abort.signal.aborted) throw this.#abort.signal.reason;
+      if (NODES_TIMEOUTS.includes(error.cause?.code)) throw late;
       // Where a name has several addresses, Node's cause is an AggregateError, which has no message.
       const problem = error.cause?.message || error.cause?.code || error.message;
       throw new Unreachable(`${this.url}: ${problem}`, { cause: error });

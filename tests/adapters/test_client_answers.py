@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +27,18 @@ from dynamo_logits_client import (
     replay_request,
 )
 from dynamo_logits_client.events import Event, EventReader
+from dynamo_logits_client.receipts import AdapterRecord, WeightsRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.requests.receipts import TokenDigest
+from adapters import chain
+from adapters.catalog import Selection
+from adapters.chain.receipts import ProcessorRecord
+from worker.engines import EngineRequest, TokenDelta
+from worker.engines.images import ImageInput
+from worker.engines.weights import WeightVersion
+from worker.requests.receipts import RequestReceipt, ServerRecord, TokenDigest
+from worker.sampling import SamplingParams
 
 MODULE = Path(__file__).parents[2] / "clients" / "javascript" / "dynamo-logits-client.js"
 
@@ -115,6 +124,29 @@ def test_a_stream_in_any_pieces_in_javascript(module: quickjs.Context, cuts: lis
     found = json.loads(module.eval(code.replace("PIECES", json.dumps(pieces))))
     assert found["texts"] == {"0": "\N{GRINNING FACE}", "1": "\u00e9"}
     assert (found["promptTokenIds"], found["usage"]) == ([1, 2, 3], {"prompt_tokens": 3})
+
+
+LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
+TEXT = 'event: token_ids\n: [1]\n\ndata: {"choices":[{"index":0,"text":"a"}]}\n\ndata: [DONE]\n\n'
+
+
+@given(LINE_ENDS, st.sampled_from(["", "\ufeff"]), st.lists(st.integers(0, 120)))
+def test_line_ends_of_every_kind_and_a_byte_order_mark(line_end: str, mark: str, cuts: list[int]) -> None:
+    """The last line may end with a carriage return; the first event was lost behind a mark."""
+    data, reader = (mark + TEXT.replace("\n", line_end)).encode(), StreamReader()
+    for start, end in pairwise([0, *sorted(cuts), len(data)]):
+        reader.feed(data[start:end])
+    reader.end()
+    assert (reader.texts, reader.prompt_token_ids) == ({0: "a"}, [1])
+
+
+@given(LINE_ENDS, st.lists(st.integers(0, 120)))
+def test_line_ends_of_every_kind_in_javascript(module: quickjs.Context, line_end: str, cuts: list[int]) -> None:
+    text = TEXT.replace("\n", line_end)
+    pieces = json.dumps([text[start:end] for start, end in pairwise([0, *sorted(cuts), len(text)])])
+    code = f"(() => {{ const reader = new StreamReader(); for (const each of {pieces}) reader.feed(each);"
+    code += " reader.end(); return JSON.stringify([reader.texts, reader.promptTokenIds]); })()"
+    assert json.loads(module.eval(code)) == [{"0": "a"}, [1]]
 
 
 def test_a_long_line_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +263,47 @@ def test_a_newer_workers_receipt_has_more_fields() -> None:
     receipt = parse_receipt(newer)
     assert receipt == parse_receipt(RECEIPT)
     assert receipt.raw == newer
+
+
+def whole_receipt() -> dict[str, Any]:
+    """A receipt with every field that a worker writes."""
+    server = ServerRecord("embedded", "2.13.0", "cpu", {"dtype": "auto"}, "m", "d", {}, "")
+    asked = EngineRequest(
+        "1",
+        [1, 2],
+        SamplingParams(),
+        lora_name="a",
+        images=[ImageInput("messages[0]", "data:image/png;base64,")],
+        lora_digest="e",
+        draft_model="f",
+    )
+    work = ProcessorRecord(name="phrase_ban", version=3, steps_active=2, rollbacks=1)
+    counted = chain.Receipt([work], attribution=True, tokens=[(2, 7, "phrase_ban", "masked")], logprobs=[(2, -1.0)])
+    receipt = RequestReceipt(server, asked, Selection())
+    receipt.take(TokenDelta([7], finish_reason="length", weights=[(0, WeightVersion(1, "6", "g"))]))
+    return receipt.as_json(counted.as_json(), ends=True)
+
+
+def test_every_field_of_a_receipt_is_typed() -> None:
+    """In both packages: that of TypeScript has its keys."""
+    written = whole_receipt()
+    receipt = parse_receipt(written)
+    assert written.keys() <= {each.name for each in fields(receipt)}
+    assert receipt.model.adapter == AdapterRecord("a", "e")
+    assert (receipt.model.draft_model, receipt.images) == ("f", 1)
+    assert receipt.weights == (WeightsRecord("6", 0, "g"),)
+    types = MODULE.with_suffix(".d.ts").read_text(encoding="utf-8")
+    (declared,) = re.findall(r"^export interface Receipt \{\n(.*?)^\}", types, re.DOTALL | re.MULTILINE)
+    (work,) = re.findall(r"^export interface ProcessorWork \{\n(.*?)^\}", types, re.DOTALL | re.MULTILINE)
+    open_keys = {*written["engine"]["options"], *written["sampling"]}  # of records of any keys
+    assert keys_of(written) - open_keys <= set(re.findall(r"(\w+)\??:", declared + work))
+
+
+def keys_of(data: Any) -> set[str]:
+    """The keys of all objects in JSON data."""
+    if isinstance(data, list):
+        return set().union(*map(keys_of, data))
+    return set(data).union(*map(keys_of, data.values())) if isinstance(data, dict) else set()
 
 
 @pytest.mark.parametrize(

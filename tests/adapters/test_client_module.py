@@ -16,7 +16,7 @@ PLATFORM = """
 globalThis.setTimeout = () => 0;
 globalThis.clearTimeout = () => {};
 globalThis.TextDecoder = class {
-  decode(text) {
+  decode(text = "") {
     return text;
   }
 };
@@ -101,3 +101,59 @@ def test_a_stream_and_who_listens_to_its_signal(answer: str, texts: list[str]) -
         """
     )
     assert found == {"texts": texts, "listeners": 0}
+
+
+SLOW = """
+let now = 0;
+const timers = new Map();
+globalThis.setTimeout = (run, ms) => {
+  timers.set(run, now + ms);
+  return run;
+};
+globalThis.clearTimeout = (run) => timers.delete(run);
+/** Wait so many milliseconds. */
+const wait = (ms, signal) => {
+  now += ms;
+  for (const [run, at] of timers) if (at <= now) run();
+  if (signal.aborted) throw signal.reason;
+};
+/** A fetch whose answer has these pieces, one in 200 milliseconds. */
+const slowly = (status, ...pieces) => async (url, { signal }) => {
+  const read = async () => {
+    await null; // the client begins to wait first
+    wait(200, signal);
+    return { done: pieces.length === 0, value: pieces.shift() };
+  };
+  const text = async () => {
+    let whole = "";
+    for (;;) {
+      const { done, value } = await read();
+      if (done) return whole;
+      whole += value;
+    }
+  };
+  return { status, text, body: { getReader: () => ({ read }) } };
+};
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout_ms", "outcome"),
+    [
+        ("""200, '{"da', 'ta":[{"i', 'd":"m"}]}'""", 300, ["m"]),
+        ("""400, '{"error":', '{"message"', ':"no"}}'""", 300, ["Refused", "400: no"]),
+        ("200, '{}'", 100, ["TimedOut", "http://localhost:9/v1/models: nothing arrived in time"]),
+    ],
+)
+def test_a_whole_answer_that_comes_slowly(answer: str, timeout_ms: int, outcome: list[str]) -> None:
+    """Each piece of it has the timeout, as with Python: nothing arrived means nothing."""
+    options = f"{{ baseURL: 'http://localhost:9/v1', timeoutMs: {timeout_ms}, fetch: slowly({answer}) }}"
+    assert outcome_of(f"{SLOW} return new Client({options}).models();") == outcome
+
+
+@pytest.mark.parametrize("code", ["UND_ERR_HEADERS_TIMEOUT", "UND_ERR_BODY_TIMEOUT"])
+def test_a_timeout_of_nodes_own_fetch(code: str) -> None:
+    """It waits 300 seconds at most, whatever the client's timeout."""
+    fetch = f"async () => {{ throw Object.assign(new TypeError('fetch failed'), {{ cause: {{ code: '{code}' }} }}); }}"
+    asked = f"return new Client({{ baseURL: 'http://localhost:9/v1', fetch: {fetch} }}).models();"
+    assert outcome_of(asked) == ["TimedOut", "http://localhost:9/v1/models: nothing arrived in time"]

@@ -80,6 +80,18 @@ async def test_only_calls_of_allowed_tools_are_read(stream: bool) -> None:
     assert "".join(each.get("content") or "" for each in found) == "<function=f>{}</function>"
 
 
+async def test_json_that_looks_like_a_call_is_no_call() -> None:
+    """Beside tools, a ``response_format`` is that of an answer without calls."""
+    text = '{"x":"<function=f>{}</function>"}'
+    chunks = [*map(chunk_of, text), *CHUNKS[-2:]]
+    for format_, calls in (({"type": "json_object"}, False), ({"type": "text"}, True)):
+        async with house(says(*chunks), tool_call_format="functionary_v3_1") as at:
+            answer = await at.ask(post(encoded({**TOOLS, "response_format": format_})))
+        message = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]
+        assert ("tool_calls" in message) is calls
+        assert (message["content"] == text) is not calls
+
+
 async def test_a_forced_call_is_the_processor_s_alone() -> None:
     """The frontend is told nothing that it would parse."""
     for extra, choice in (([], "auto"), (["--dyn-tool-call-parser", "hermes"], "none")):

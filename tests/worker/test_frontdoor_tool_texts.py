@@ -134,6 +134,9 @@ def test_calls_and_results_become_text() -> None:
         {"role": "assistant", "content": f"I look.\n{CALLS_TEXT}"},
         {"role": "user", "content": f"{RESULTS_TEXT}\n\nAnd?"},
     ]
+    for text in ("I look.\n", "\n\nI look. ", " \n"):
+        own = written(NOTHING, USER, {**CALLED, "content": text}, *RESULTS)["messages"][1]
+        assert own["content"] == text + CALLS_TEXT, "an answer of the model comes back as it was"
     answered = written(NOTHING, USER, CALLED, *RESULTS, {"role": "assistant", "content": "Yes.", "tool_calls": None})
     assert answered["messages"][-1] == {"role": "assistant", "content": "Yes."}
 

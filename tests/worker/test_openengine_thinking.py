@@ -9,15 +9,15 @@ from small_tokenizers import vocabulary_like
 from transformers import PreTrainedTokenizerFast
 
 from worker.frontdoor.fields import CHAT
-from worker.frontdoor.openengine.exchange import Engines, Request, _prepared
+from worker.frontdoor.openengine.exchange import Engines, Request, _Prepared, _prepared
 from worker.frontdoor.openengine.prompts import Prompts
 from worker.frontdoor.openengine.thinking import PARSERS
 
 TEMPLATE = "{{ messages[0].content }}{{ opening }}"
 
 
-def parts_of(opening: str, parser: str, text: str) -> list[tuple[str, str]]:
-    """The parts of an answer to a prompt whose chat template ends with ``opening``."""
+def prepared_for(opening: str, parser: str) -> _Prepared:
+    """A request whose prompt's chat template ends with ``opening``."""
     own: Any = vocabulary_like("qwen").tokenizer
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=own.backend_tokenizer, chat_template=TEMPLATE
@@ -28,7 +28,12 @@ def parts_of(opening: str, parser: str, text: str) -> list[tuple[str, str]]:
         "messages": [{"role": "user", "content": "Hello"}],
         "chat_template_kwargs": {"opening": opening},
     }
-    prepared = _prepared(engines, Request("POST", CHAT, {}, b""), body)
+    return _prepared(engines, Request("POST", CHAT, {}, b""), body)
+
+
+def parts_of(opening: str, parser: str, text: str) -> list[tuple[str, str]]:
+    """The parts of an answer to such a request."""
+    prepared = prepared_for(opening, parser)
     assert prepared.split is not None
     return [*prepared.split.feed(text, ends=True)]
 
@@ -44,6 +49,45 @@ def test_a_prompt_that_closes_thinking_has_an_answer(parser: str) -> None:
 )
 def test_thinking_that_the_prompt_or_the_answer_begins(parser: str, opening: str) -> None:
     assert parts_of(opening, parser, "Hm</think>Yes") == [("reasoning_content", "Hm"), ("content", "Yes")]
+
+
+OWN_TAG = [
+    (["<think>Hm</think>Yes"], "Hm", "Yes"),
+    (["<th", "ink>", "\nHm", "</th", "ink>Yes"], "\nHm", "Yes"),
+    (["\n", "<think>Hm</think>Yes"], "\nHm", "Yes"),
+    (["<", "b>"], "<b>", ""),
+    (["<think>Hm <think></think>Yes"], "Hm <think>", "Yes"),
+    (["<thi"], "<thi", ""),
+]
+
+
+@pytest.mark.parametrize(("pieces", "thought", "text"), OWN_TAG)
+def test_thinking_that_needs_no_tag_may_have_one(pieces: list[str], thought: str, text: str) -> None:
+    """As DeepSeek-R1's where its template does not open it: the tag was in the thought."""
+    prepared = prepared_for("", "deepseek_r1")
+    assert prepared.split is not None
+    assert prepared.reasoning is not None
+    made = {"reasoning_content": "", "content": ""}
+    for number, piece in enumerate(pieces):
+        for name, part in prepared.split.feed(piece, ends=number == len(pieces) - 1):
+            made[name] += part
+    assert made == {"reasoning_content": thought, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("texts", "counted"),
+    [
+        (["<think>", "Hm", "</think>", "Yes"], ["Hm"]),
+        (["Hm", "</think>", "Yes"], ["Hm"]),
+        (["Hm", "<think>"], ["Hm", "<think>"]),
+    ],
+)
+def test_a_tag_that_is_not_needed_is_not_counted(texts: list[str], counted: list[str]) -> None:
+    prepared, vocabulary = prepared_for("", "deepseek_r1"), vocabulary_like("qwen")
+    assert prepared.reasoning is not None
+    for text in texts:
+        prepared.reasoning.feed(vocabulary.encode(text))
+    assert prepared.reasoning.count == sum(len(vocabulary.encode(text)) for text in counted)
 
 
 def test_an_answer_without_thinking() -> None:

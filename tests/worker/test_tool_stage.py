@@ -367,6 +367,24 @@ def test_channels_are_thinking_and_text() -> None:
             assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_json_in_place_of_calls_may_look_like_one(spelling: str) -> None:
+    """An answer is calls alone or what ``response_format`` asks for, whatever its texts hold."""
+    call = written(spelling, Call("f", {}))
+    for text in (json.dumps({"x": [call, "<|im_end|>"]}, ensure_ascii=False), json.dumps(call, ensure_ascii=False)):
+        answer = said(spelling, text)
+        for sizes in ([], [1] * len(answer)):
+            at = stage(spelling, or_answer=True, hidden=("<|im_end|>",))
+            (choice,) = assembled(staged(at, chunks_of(list(answer), sizes, "stop")))["choices"]
+            assert choice["message"] == {"role": "assistant", "content": text}
+            assert choice["finish_reason"] == "stop"
+    for text in (call, written(spelling, *EXAMPLE)):
+        for sizes in ([], [1] * len(text)):
+            made = assembled(staged(stage(spelling, or_answer=True), chunks_of(list(text), sizes, "stop")))
+            assert made["choices"][0]["message"]["tool_calls"]
+            assert made["choices"][0]["message"]["content"] is None
+
+
 def test_choices_are_parsed_apart() -> None:
     """Each with calls, ids and a finish reason of its own."""
     at = stage("hermes")

@@ -14,7 +14,7 @@ from worker.frontdoor.calls import CallParser, Kinds
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.tool_choice import forces_call, with_allowed_tools
 from worker.frontdoor.tool_stage import ToolStage
-from worker.frontdoor.tools import ToolCallSettings
+from worker.frontdoor.tools import ToolCallSettings, has_json_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class ToolReading:
         spelling: Format of calls.
         tools: Types of the arguments, by the tool's name.
         only_calls: Whether the answer is calls alone.
+        or_answer: Whether it is calls alone, or what ``response_format`` asks for.
         hidden: Texts of special tokens, which the client does not get.
         short_ids: Whether the chat template refuses other ids of calls than short ones.
     """
@@ -32,12 +33,20 @@ class ToolReading:
     spelling: CallFormat
     tools: Mapping[str, Kinds]
     only_calls: bool
+    or_answer: bool
     hidden: frozenset[str]
     short_ids: bool
 
     def stage(self) -> ToolStage:
         """The stage for the chunks of one answer."""
-        parser = partial(CallParser, self.spelling, self.tools, only_calls=self.only_calls, hidden=self.hidden)
+        parser = partial(
+            CallParser,
+            self.spelling,
+            self.tools,
+            only_calls=self.only_calls,
+            or_answer=self.or_answer,
+            hidden=self.hidden,
+        )
         return ToolStage(parser, short_ids=self.short_ids)
 
 
@@ -74,7 +83,7 @@ def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | 
         kinds = {function["name"]: _kinds(function.get("parameters"), spelling) for function in functions}
     hidden = frozenset[str]() if fields.get("skip_special_tokens") is False else calls.special_tokens
     short_ids = calls.support is not None and calls.support.short_ids
-    return ToolReading(spelling, kinds, forces_call(fields), hidden, short_ids)
+    return ToolReading(spelling, kinds, forces_call(fields), has_json_format(fields), hidden, short_ids)
 
 
 def reads_schemas(fields: Body, calls: ToolCallSettings | None) -> bool:

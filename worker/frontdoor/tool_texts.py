@@ -144,7 +144,8 @@ def _as_text(messages: list[dict[str, Any]], wanted: CallFormat) -> Iterator[dic
         named = list(_named_calls(calls, names, f"{path}.tool_calls"))
         said = _text_of(message.get("content"), f"{path}.content")
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
-        yield {**kept, "content": f"{said}\n{written_calls(wanted, named)}".lstrip("\n")}
+        between = "\n" if said and not said[-1].isspace() else ""  # a model's own white space is there already
+        yield {**kept, "content": f"{said}{between}{written_calls(wanted, named)}"}
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 

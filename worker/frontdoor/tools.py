@@ -138,14 +138,18 @@ def _name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def has_json_format(fields: Body) -> bool:
+    """Whether ``response_format`` asks for JSON."""
+    wanted = fields.get("response_format")
+    return isinstance(wanted, dict) and wanted.get("type") in ("json_object", "json_schema")
+
+
 def _answer(fields: Body, choice: str | dict[str, Any]) -> dict[str, Any]:
     """The argument for what an answer without calls must be, taken out of ``fields``."""
-    wanted = fields.get("response_format")
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if choice != "auto" or kind not in ("json_object", "json_schema"):
+    if choice != "auto" or not has_json_format(fields):
         return {}
-    assert isinstance(wanted, dict)
-    schema = wanted["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
+    wanted = fields["response_format"]
+    schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else {"type": "object"}
     del fields["response_format"]
     return {"answer": {"type": "json_schema", "json_schema": schema}}
 

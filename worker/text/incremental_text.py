@@ -51,9 +51,14 @@ class IncrementalText:
         return max(0, len(self._text) - self._num_given)
 
     def append(self, *token_ids: int) -> str:
-        """The text completed by the tokens; empty if they end inside its first character."""
-        self._tokens += token_ids
-        self._text = self._decode(self._tokens)
+        """The text completed by the tokens, the same whether they come together or one by one;
+        empty if they end inside its first character.
+        """
+        tokens = [*self._tokens, *token_ids]
+        text = self._decode(tokens)
+        if len(token_ids) > 1 and _UNFINISHED in text[self._num_given :]:
+            return "".join([self.append(each) for each in token_ids])
+        self._tokens, self._text = tokens, text
         whole = len(self._text.rstrip(_UNFINISHED))
         piece = self._text[self._num_given : whole]
         self._num_given = max(self._num_given, whole)

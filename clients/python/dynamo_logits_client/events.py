@@ -28,22 +28,33 @@ class EventReader:
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []  # pieces of the line that has not ended
-        self._half = b""  # a carriage return at the end of what has arrived: it may be half of a line end
+        self._half = False  # what has arrived ends with a carriage return: a line feed behind it ends no other line
+        self._has_begun = False
         self._name = ""
         self._data: list[str] = []
         self._comments: list[str] = []
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that end in this piece of the body."""
-        text = self._half + piece
-        self._half = b"\r" if text.endswith(b"\r") else b""
-        first, *lines = _LINE_END.split(text.removesuffix(b"\r"))
+        if not piece:
+            return []
+        text = piece.removeprefix(b"\n") if self._half else piece
+        self._half = piece.endswith(b"\r")
+        first, *lines = _LINE_END.split(text)
         self._rest.append(first)
         if not lines:
             return []
         *lines, rest = b"".join(self._rest), *lines
         self._rest = [rest]
-        return [event for line in lines if (event := self._take(line.decode("utf-8", "replace"))) is not None]
+        return [event for line in lines if (event := self._take(self._decoded(line))) is not None]
+
+    def _decoded(self, line: bytes) -> str:
+        """A line as text; the first one of the body without a byte order mark."""
+        text = line.decode("utf-8", "replace")
+        if not self._has_begun:
+            self._has_begun = True
+            text = text.removeprefix("\ufeff")
+        return text
 
     def _take(self, line: str) -> Event | None:
         if line:

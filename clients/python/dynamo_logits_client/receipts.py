@@ -66,11 +66,37 @@ class EngineRecord:
 
 
 @dataclass(frozen=True)
-class ModelRecord:
-    """Served name, and digest of the checkpoint; None if it could not be read."""
+class AdapterRecord:
+    """Name and digest of a LoRA adapter."""
 
     name: str
     digest: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Model that an answer is of.
+
+    Attributes:
+        name: Served name.
+        digest: Digest of the checkpoint; None if it could not be read.
+        adapter: LoRA adapter of the answer; None without one.
+        draft_model: Digest of the draft model that a processor computes with; None without one.
+    """
+
+    name: str
+    digest: str | None = None
+    adapter: AdapterRecord | None = None
+    draft_model: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightsRecord:
+    """Version of updated weights, and the first token of the answer that it was used for."""
+
+    version: str
+    from_token: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -96,8 +122,10 @@ class Receipt:
         replayed_tokens: Tokens that an earlier worker chose.
         processors: Counts of what each processor did.
         prompt_digest: Digest of the prompt's token ids; see `digest`.
+        images: Pictures of the prompt, which its digest does not cover.
         generated_tokens: Tokens of the answer, its end token included.
         answer_digest: Digest of the answer's token ids.
+        weights: Versions of the weights; empty for those that the worker started with.
         sampling: Temperature, truncation and repetition penalty, with where each value came from,
             but for those that a processor takes the place of.
         preemptions: Preemptions of the request; None where the engine does not say.
@@ -123,6 +151,8 @@ class Receipt:
     answer_digest: str
     sampling: dict[str, ControlValue] = field(default_factory=dict)
     preemptions: int | None = None
+    images: int = 0
+    weights: tuple[WeightsRecord, ...] = ()
     request: str | None = None
     tokens: tuple[TokenEdit, ...] = ()
     tokens_left_out: int = 0

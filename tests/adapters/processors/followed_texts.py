@@ -65,9 +65,18 @@ def allowed(chain: ProcessorChain) -> set[int]:
 
 def follow(processor: Any, text: str) -> str:
     """``complete``: the answer may be ``text``; ``open``: it may begin so; else where it is cut."""
+    return _followed(processor, VOCABULARY.encode(text))
+
+
+def follow_bytes(processor: Any, text: bytes) -> str:
+    """As `follow`, with special tokens spelled by others."""
+    return _followed(processor, list(text))
+
+
+def _followed(processor: Any, token_ids: Sequence[int]) -> str:
     chain = ProcessorChain([processor], CONTEXT)
     chain.start([1])
-    for count, token_id in enumerate(VOCABULARY.encode(text)):
+    for count, token_id in enumerate(token_ids):
         if token_id not in allowed(chain):
             return f"stopped at {count}"
         chain.accept(token_id, chain.position)

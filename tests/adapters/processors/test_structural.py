@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from followed_texts import CONTEXT, END, allowed, follow
+from followed_texts import CONTEXT, END, allowed, follow, follow_bytes
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError
@@ -66,6 +66,17 @@ def test_several_triggers_and_a_special_token() -> None:
     assert follow(processor, "<|python_tag|>n=4;") == "stopped at 4"
     assert follow(processor, "<|python_tag|>x") == "stopped at 1"
     assert follow(tags(*TWO_TAGS), "<|python_tag|>") == "stopped at 0"
+
+
+def test_free_text_does_not_spell_a_special_trigger() -> None:
+    """Who reads the answer cannot tell the token from its text, which nothing would hold."""
+    number = {"begin": "<|python_tag|>n=", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": ";"}
+    for given, triggers in (([number], ("<|python_tag|>",)), ([*TWO_TAGS, number], ("<f=", "<|python_tag|>"))):
+        processor = tags(*given, triggers=triggers)
+        assert follow_bytes(processor, b"a <|python_tag") == "complete"
+        assert follow_bytes(processor, b"a <|python_tag|>") == "stopped at 15"
+    assert follow_bytes(processor, b'a <f=one>{"a":1}</f> <|python_tag|>') == "stopped at 34"
+    assert follow_bytes(processor, b'a <|python_tag|> <f=one>{"a":1}</f>') == "stopped at 15"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any, get_args
 
 import jsonschema
 import pytest
 from effort import examples
-from followed_texts import CONTEXT, END, VOCABULARY, allowed, follow, text_of
+from followed_texts import (
+    CONTEXT,
+    END,
+    VOCABULARY,
+    WIDTH,
+    ByteTokenizer,
+    ByteVocabulary,
+    allowed,
+    follow,
+    follow_bytes,
+    text_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -17,7 +29,7 @@ from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, read_one, said
 from adapters.calls import FORMATS, written_calls
 from adapters.calls.xml_values import value_of
 from adapters.chain import ProcessorChain
-from adapters.contract import ArgumentError
+from adapters.contract import ArgumentError, Context
 from adapters.grammars.json_schema import argument_kinds
 from adapters.processors.tool_calls import ToolCalls
 
@@ -100,6 +112,52 @@ def test_no_call_where_none_may_come(spelling: str) -> None:
     assert "stopped" in follow(none, written(spelling, A))
     behind = follow(none, said_before_calls(spelling, "Let me see. ", A))
     assert (behind == "complete") is (spelling in ONLY_FIRST)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_text_does_not_spell_the_token_of_a_call(choice: str) -> None:
+    """Who reads the answer cannot tell them apart: a call of any arguments was read."""
+    for before in (b"", b"Let me see. "):
+        text = before + b'<|python_tag|>{"name": "one", "parameters": {"a":"x"}}'
+        stop = len(before) + len(b"<|python_tag|")
+        assert follow_bytes(calls("llama3_json", choice=choice), text) == f"stopped at {stop}"
+        assert follow_bytes(calls("llama3_json", choice=choice), text[:stop]) == "complete"
+
+
+class HarmonyTokenizer(ByteTokenizer):
+    """A tokenizer that has the marks of channels as special tokens, too."""
+
+    all_special_ids = tuple(range(END, END + 2 + len(FORMATS["harmony"].special)))
+
+    def __len__(self) -> int:
+        return END + 2 + len(FORMATS["harmony"].special)
+
+
+class HarmonyVocabulary(ByteVocabulary):
+    """Marks of channels that are special tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = []
+        for part in re.split(r"(<\|[a-z]+\|>)", text):
+            mark = FORMATS["harmony"].special.index(part) if part in FORMATS["harmony"].special else None
+            found += list(part.encode()) if mark is None else [END + 2 + mark]
+        return found
+
+
+def test_messages_do_not_spell_the_tokens_of_channels() -> None:
+    vocabulary = HarmonyVocabulary(WIDTH, HarmonyTokenizer(), [END])
+    context = Context(vocabulary, end_token_ids=frozenset({END}))
+    args = ToolCalls.Args.model_validate({"format": "harmony", "tools": [{"name": "one", "parameters": ONE}]})
+    for head in ("analysis", "final"):
+        for mark in FORMATS["harmony"].special:
+            chain = ProcessorChain([ToolCalls(args, context)], context)
+            chain.start([1])
+            written_so_far = [*vocabulary.encode(f"<|channel|>{head}<|message|>a "), *mark.encode()[:-1]]
+            for token_id in written_so_far:
+                assert token_id in allowed(chain)
+                chain.accept(token_id, chain.position)
+            assert ord(">") not in allowed(chain)
+            assert ord("x") in allowed(chain)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -337,14 +395,22 @@ def test_a_value_between_tags_is_read_as_it_was_meant(value: Any) -> None:
     assert read == value or (isinstance(value, str) and not isinstance(read, str))
 
 
-def test_arguments_are_those_that_properties_name() -> None:
-    """Unless the schema says that there may be others."""
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_arguments_are_those_that_properties_name(spelling: str) -> None:
+    """Those of objects within them, too, whatever the notation."""
     inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
     silent = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
-    closed = calls("hermes", tools=[{"name": "f", "parameters": silent}], choice="required", parallel=False)
-    assert follow(closed, written("hermes", Call("f", {"a": 1, "b": {"c": 2}}))) == "complete"
-    assert "stopped" in follow(closed, written("hermes", Call("f", {"a": 1, "z": 2})))
-    assert "stopped" in follow(closed, written("hermes", Call("f", {"a": 1, "b": {"d": 2}})))
+    tools = [{"name": "f", "parameters": silent}]
+    closed = calls(format_of(spelling), tools=tools, choice="required", parallel=False)
+    assert follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2}}))) == "complete"
+    assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "z": 2})))
+    assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"d": 2}})))
+    assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2, "d": 2}})))
+
+
+def test_a_schema_may_say_that_there_are_other_arguments() -> None:
+    inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
+    silent = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
     open_ = {**silent, "additionalProperties": {"type": "integer"}}
     others = calls("hermes", tools=[{"name": "f", "parameters": open_}], choice="required", parallel=False)
     assert follow(others, written("hermes", Call("f", {"a": 1, "z": 2}))) == "complete"

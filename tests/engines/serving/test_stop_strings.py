@@ -5,7 +5,7 @@ are left of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 from effort import examples, grid
@@ -246,6 +246,32 @@ def test_any_bytes_give_the_whole_text(parts: list[tuple[list[int], int]], toget
     pieces = [text.append(*ids[start : start + together]) for start in range(0, len(ids), together)]
     assert "".join(pieces) + text.finish() == byte_level(ids)
     assert counted.most <= 64
+
+
+MIXED = st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0x80, WORD, LEADING]), min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize("decode", [byte_level, byte_fallback()], ids=["bytes", "fallback"])
+@settings(max_examples=examples(300), deadline=None)
+@given(ids=MIXED, sizes=st.lists(st.integers(1, 40), min_size=1, max_size=10))
+def test_tokens_that_come_together_give_the_same_text(decode: Decode, ids: list[int], sizes: list[int]) -> None:
+    """As drafted ones do, and those of an answer that is read at its end: a stray byte behind a
+    whole character took that back if it came with it.
+    """
+    single, grouped = IncrementalText(decode), IncrementalText(decode)
+    expected = "".join([single.append(token_id) for token_id in ids]) + single.finish()
+    made, start = "", 0
+    for size in cycle(sizes):
+        made += grouped.append(*ids[start : start + size])
+        start += size
+        if start >= len(ids):
+            break
+    assert made + grouped.finish() == expected
+    whole = AnswerText(decode)
+    for token_id in ids:
+        whole.append(token_id)
+    whole.finish()
+    assert whole.text == expected
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -42,6 +42,10 @@ class Marks:
         return next((length for length in range(longest, 0, -1) if text[-length:] in self._begun), 0)
 
 
+NO_MARKS = Marks(())
+"""For free text that nothing but the end of the answer ends."""
+
+
 @lru_cache(8)
 def marks_of(texts: frozenset[str]) -> Marks:
     """The marks ``texts``, kept for the next answer: a model may have a thousand special tokens."""

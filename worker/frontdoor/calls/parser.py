@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from adapters.calls import NUMBER, WHITE_SPACE, CallFormat, Opening
 from worker.frontdoor.calls.arguments import Kinds, arguments
-from worker.frontdoor.calls.marks import Marks, marks_of, openings_by_mark
+from worker.frontdoor.calls.marks import NO_MARKS, Marks, marks_of, openings_by_mark
 from worker.frontdoor.calls.output import Output
 from worker.frontdoor.calls.pieces import Piece
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
@@ -29,6 +29,8 @@ class CallParser:
             the answer is what came of it if the answer was too long, and text otherwise.
         only_calls: Whether the answer is calls alone: what may be the beginning of one at its end
             is no text.
+        or_answer: Whether the answer is calls alone or has none: one that does not begin with a
+            call, as JSON that was asked for, is text whatever it holds.
         hidden: Texts of special tokens, which are left out of the text.
     """
 
@@ -39,12 +41,14 @@ class CallParser:
         *,
         enforced: bool = True,
         only_calls: bool = False,
+        or_answer: bool = False,
         hidden: Collection[str] = (),
     ) -> None:
         self._format = format
         self._tools = tools
         self._enforced = enforced
         self._only_calls = only_calls
+        self._or_answer = or_answer
         self._first = openings_by_mark(format, tools, anywhere=False)
         self._openings = openings_by_mark(format, tools, anywhere=True)
         channels = format.channels
@@ -80,13 +84,16 @@ class CallParser:
         yield  # before the first text
         try:
             yield from self._beginning()
+            if self._or_answer and not self._output.num_calls and self._format.channels is None:
+                self._marks = NO_MARKS
             yield from self._text()
         except Cut:  # within a call
             pass
 
     def _beginning(self) -> Reading[None]:
         """White space, and what may stand only behind it, or before free text."""
-        reader, marks = self._reader, Marks(self._first)
+        reader, openings = self._reader, {**(self._openings if self._or_answer else {}), **self._first}
+        marks = Marks(openings)
         blank = 0  # characters of white space so far, which are looked at once
         while True:
             new = reader.ahead[blank:]
@@ -94,9 +101,9 @@ class CallParser:
             blank += len(new) - len(ahead)
             if mark := marks.at_start_of(ahead):
                 self._say(reader.take(blank))
-                yield from self._block_or_text(mark, self._first[mark])
+                yield from self._block_or_text(mark, openings[mark])
                 return
-            if not self._first or not marks.may_begin(ahead):
+            if not openings or not marks.may_begin(ahead):
                 break
             if reader.ended:
                 if self._only_calls:
@@ -147,6 +154,8 @@ class CallParser:
                 name = yield from reader.one_of([channels.thinking, *channels.text])
                 self._output.thinks = name == channels.thinking
                 yield from reader.one_of([channels.message])
+                if self._or_answer and name == channels.text[0]:
+                    self._marks = NO_MARKS
         else:
             reader.take(len(mark))
             self._output.thinks &= mark not in self._channel_marks

@@ -217,9 +217,10 @@ def _prepared(engines: Engines, request: Request, body: Mapping[str, Any]) -> _P
     metadata = _metadata(request.headers, priority)
     split = reasoning = None
     if thinking is not None and asked.is_chat:
-        is_inside = _begins_inside(prompts, direct.fields["token_ids"], thinking)
-        split = ThinkingSplit(thinking, is_inside=is_inside)
-        reasoning = reasoning_tokens(prompts.vocabulary, thinking, is_inside=is_inside)
+        is_opened = prompts.ends_with(direct.fields["token_ids"], thinking.begin)
+        may_open = not is_opened and _begins_unmarked(prompts, direct.fields["token_ids"], thinking)
+        split = ThinkingSplit(thinking, is_inside=is_opened or may_open, may_open=may_open)
+        reasoning = reasoning_tokens(prompts.vocabulary, thinking, is_inside=is_opened or may_open, may_open=may_open)
     return _Prepared(asked, direct, metadata, split, reasoning)
 
 
@@ -234,12 +235,10 @@ def _metadata(headers: Mapping[bytes, bytes], priority: Any) -> Metadata:
     return found if priority is None else [*found, ("openengine-priority", str(priority))]
 
 
-def _begins_inside(prompts: Prompts, prompt: list[int], thinking: Thinking) -> bool:
-    """Whether the answer begins with thinking: a chat template may have opened it, or closed it for
-    a client that wants none.
+def _begins_unmarked(prompts: Prompts, prompt: list[int], thinking: Thinking) -> bool:
+    """Whether the answer begins with thinking that the chat template has not opened; it may have
+    closed it for a client that wants none.
     """
-    if prompts.ends_with(prompt, thinking.begin):
-        return True
     return thinking.begins_inside and not prompts.ends_with(prompt, thinking.end)
 
 

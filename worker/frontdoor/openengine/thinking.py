@@ -51,11 +51,13 @@ class ThinkingSplit:
     Args:
         thinking: Marks of the thinking.
         is_inside: Whether the answer begins with thinking.
+        may_open: Whether that thinking may have its tag before it, which is then left out.
     """
 
-    def __init__(self, thinking: Thinking, *, is_inside: bool) -> None:
+    def __init__(self, thinking: Thinking, *, is_inside: bool, may_open: bool = False) -> None:
         self._thinking = thinking
         self._is_inside = is_inside
+        self._may_open = may_open
         self._held = ""
 
     def feed(self, text: str, *, ends: bool) -> Iterator[tuple[Part, str]]:
@@ -66,6 +68,8 @@ class ThinkingSplit:
             ends: Whether it is the last.
         """
         self._held += text
+        if self._may_open and not self._opened(ends):
+            return
         while (place := self._held.find(self._next_tag)) >= 0:
             yield from self._part(self._held[:place])
             self._held = self._held[place + len(self._next_tag) :]
@@ -74,6 +78,16 @@ class ThinkingSplit:
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
         yield from self._part(shown)
+
+    def _opened(self, ends: bool) -> bool:
+        """Whether it is certain how the answer begins; a tag there is dropped."""
+        begin, text = self._thinking.begin, self._held.lstrip()
+        if not ends and len(text) < len(begin) and begin.startswith(text):
+            return False
+        self._may_open = False
+        if text.startswith(begin):
+            self._held = self._held.replace(begin, "", 1)
+        return True
 
     @property
     def _next_tag(self) -> str:
@@ -84,16 +98,19 @@ class ThinkingSplit:
             yield ("reasoning_content" if self._is_inside else "content"), text
 
 
-def reasoning_tokens(vocabulary: Vocabulary, thinking: Thinking, *, is_inside: bool) -> ReasoningTokens:
+def reasoning_tokens(
+    vocabulary: Vocabulary, thinking: Thinking, *, is_inside: bool, may_open: bool = False
+) -> ReasoningTokens:
     """Counts the thinking of one answer.
 
     Args:
         vocabulary: Tokens of the model, with their texts.
         thinking: Marks of the thinking.
         is_inside: Whether the answer begins with thinking.
+        may_open: See `ThinkingSplit`.
     """
     start, end = (_matcher(vocabulary, tag) for tag in (thinking.begin, thinking.end))
-    return ReasoningTokens(start, end, is_inside=is_inside)
+    return ReasoningTokens(start, end, is_inside=is_inside, may_open=may_open)
 
 
 def _matcher(vocabulary: Vocabulary, tag: str) -> TextMatcher:
