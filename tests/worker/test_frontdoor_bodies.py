@@ -30,6 +30,7 @@ from worker.frontdoor import bodies, client_connection, field_processors, reques
 from worker.frontdoor.bodies import HELD_AT_ONCE, LARGE_AT_ONCE, SMALL, WINDOW_S, Bodies, Body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.rewriting import AT_ONCE
 
 LARGEST = 2**20
 
@@ -252,16 +253,16 @@ async def test_large_bodies_of_clients_are_read_in_turn(monkeypatch: pytest.Monk
         return fields
 
     def large(user: str) -> bytes:
-        body = json.dumps({**json.loads(CHAT_BODY), "user": user * 2 * client_connection.AT_ONCE}).encode()
+        body = json.dumps({**json.loads(CHAT_BODY), "user": user * 2 * AT_ONCE}).encode()
         return post(body, f"Authorization: Bearer {user}")
 
     monkeypatch.setattr("worker.frontdoor.server.parsed", waiting)
     async with house(say_ok, keys=("a", "b")) as at:
         asked = [asyncio.create_task(at.ask(large("a"))) for _ in range(5)]
-        while at.door.bodies.num_bytes < 5 * 2 * client_connection.AT_ONCE or not begun.is_set():
+        while at.door.bodies.num_bytes < 5 * 2 * AT_ONCE or not begun.is_set():
             await asyncio.sleep(0.001)
         asked.append(asyncio.create_task(at.ask(large("b"))))
-        while at.door.bodies.num_bytes < 6 * 2 * client_connection.AT_ONCE:
+        while at.door.bodies.num_bytes < 6 * 2 * AT_ONCE:
             await asyncio.sleep(0.001)
         go_on.set()
         await asyncio.gather(*asked)
