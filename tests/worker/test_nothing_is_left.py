@@ -8,7 +8,6 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,7 @@ class Load:
         await asyncio.gather(*tasks)
 
 
-def what_is_left(worker: WorkerEngine, tasks: Sequence[object]) -> dict[str, object]:
+def what_is_left(worker: WorkerEngine, tasks: set[asyncio.Task[Any]]) -> dict[str, object]:
     """All that requests hold, by what it is; nothing that is 0, or empty."""
     server, engine = worker.server, worker.server.engine
     assert isinstance(engine, EmbeddedEngine)
@@ -171,7 +170,7 @@ def what_is_left(worker: WorkerEngine, tasks: Sequence[object]) -> dict[str, obj
         "suspects": getattr(stepper.sampler, "_suspects", ()),
         "grammars": sandbox.num_running + sandbox.num_waiting,
         "turns": chains._turns._waiting or chains._turns._taken,
-        "tasks": asyncio.all_tasks() - set(tasks),  # type: ignore[arg-type]
+        "tasks": asyncio.all_tasks() - tasks,
     }
     return {name: what for name, what in held.items() if what}
 
