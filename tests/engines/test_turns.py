@@ -184,6 +184,31 @@ def test_where_pages_are_few_a_small_request_passes_a_large_one() -> None:
     assert set(list(engine.first_s)[-2:]) == {"a1", "b4"}
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_preemptions_give_nobody_more_who_pass_it(seed: int) -> None:
+    """Under a steady load of clients whose requests grow until some are preempted: whoever waits
+    for pages is passed by as many as may run, and not by as many again for each that comes back.
+    """
+    source, slots = random.Random(seed), 8
+    engine, large = Engine(slots=slots, pages=24), request("large", "large", 15 * BLOCK, 1)
+    number, passed = 0, set[str]()
+    for step in range(3000):
+        if step == 100:
+            engine.scheduler.add(large)
+        here = {one.client for one in engine.scheduler.queues.live}
+        for client in sorted(set("bcdef") - here):
+            number += 1
+            answer = source.randint(2 * BLOCK, 5 * BLOCK)
+            engine.scheduler.add(request(f"{client}{number}", client, source.randint(1, 4) * BLOCK, answer))
+        engine.step()
+        if large.id in engine.first_s or large in engine.running:
+            break
+        passed |= {one.id for one in engine.running if one.arrival > large.arrival >= 0}
+    assert large.id in engine.first_s or large in engine.running
+    assert engine.scheduler.queues.num_preemptions > 0
+    assert len(passed) <= slots
+
+
 def test_clients_lead_the_prompts_in_turn() -> None:
     turns = Turns(lambda: 0.0)
     prompts = [request("a0", "a"), request("a1", "a"), request("b0", "b")]
@@ -207,6 +232,20 @@ def test_steps_are_short_while_several_clients_come() -> None:
     assert tokens(engine) == 128
     engine.now_s += SHARED_S
     assert tokens(engine) == 1024
+
+
+def test_a_probe_is_no_second_client() -> None:
+    """It comes where an engine is idle for a while: steps of the one client there is would be short
+    from then on.
+    """
+    engine = Engine(slots=64)
+    for name, client in (("a0", "a"), ("probe", None), ("a1", "a")):
+        engine.scheduler.add(request(name, client))
+        while not engine.scheduler.is_idle:
+            engine.step()
+    engine.scheduler.add(request("a2", "a", 10_000))
+    engine.step()
+    assert engine.plans[-1].num_tokens == 1024
 
 
 def test_labels_that_nobody_uses_any_more_are_dropped() -> None:

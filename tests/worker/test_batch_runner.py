@@ -128,6 +128,25 @@ async def test_batches_share_the_places_in_turn(tmp_path: Path) -> None:
     assert max(script.asked.index("s0"), script.asked.index("s1")) < 20
 
 
+async def test_clients_share_the_places_in_turn(tmp_path: Path) -> None:
+    """However many batches they have."""
+    script = Scripted()
+    async with service(tmp_path, script) as at:
+        large = [await begun(at, jsonl(line(f"l{batch}-{n}") for n in range(4))) for batch in range(20)]
+        while len(script.asked) < LIMITS.concurrency:
+            await asyncio.sleep(0.001)
+        small = await begun(at, jsonl(line(f"s{n}") for n in range(8)), "owner-b")
+        while (await at.batch("owner-b", small.id)).status == "validating":
+            await asyncio.sleep(0.001)
+        for _ in range(88):
+            script.open.release()
+            await asyncio.sleep(0.005)
+        for each in (*large, small):
+            await ended(at, each)
+    assert script.most_under_way == LIMITS.concurrency
+    assert max(script.asked.index(f"s{n}") for n in range(8)) < 40
+
+
 async def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     script = Scripted()
     async with service(tmp_path, script) as at:

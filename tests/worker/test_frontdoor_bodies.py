@@ -12,13 +12,25 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewritten_requests import rewritten
-from test_frontdoor_server import CATALOG, CHAT_BODY, WAIT_S, error_of, get, house, post, say_ok
+from test_frontdoor_server import (
+    CATALOG,
+    CHAT_BODY,
+    STREAM_HEAD,
+    WAIT_S,
+    chunked,
+    error_of,
+    get,
+    house,
+    post,
+    say_ok,
+)
 
 from adapters.contract import MAX_LIST
 from worker.frontdoor import bodies, client_connection, field_processors, requests
 from worker.frontdoor.bodies import HELD_AT_ONCE, LARGE_AT_ONCE, SMALL, WINDOW_S, Bodies, Body
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.rewriting import AT_ONCE
 
 LARGEST = 2**20
 
@@ -185,6 +197,37 @@ async def test_sixteen_stalled_bodies_keep_no_chat_out() -> None:
             writer.close()
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_bodies_of_requests_that_wait_take_room(monkeypatch: pytest.MonkeyPatch, num_choices: int) -> None:
+    """They stay until the answer begins, to learn why it failed; those of choices until it ends."""
+    monkeypatch.setattr(bodies, "HELD_AT_ONCE", 4)
+    size = (LARGEST - 1000) // num_choices
+    large = json.dumps({**json.loads(CHAT_BODY), "user": "a" * size, "n": num_choices}).encode()
+    begin, end = asyncio.Event(), asyncio.Event()
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await begin.wait()
+        choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
+        writer.write(STREAM_HEAD + chunked(b"data: %b\n\n" % json.dumps({"choices": [choice]}).encode()))
+        await end.wait()
+        writer.write(chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with house(wait, body_limit_mib=1) as at:
+        num_fit = 4 * num_choices
+        asked = [asyncio.create_task(at.ask(post(large))) for _ in range(num_fit)]
+        while len(at.frontends[0].requests) < num_fit * num_choices:
+            await asyncio.sleep(0.001)
+        assert at.door.bodies.num_bytes == num_fit * len(large)
+        assert error_of(await at.ask(post(large)))[0] == 503
+        small = asyncio.create_task(at.ask(post()))
+        begin.set()
+        while num_choices == 1 and at.door.bodies.num_bytes:
+            await asyncio.sleep(0.001)
+        end.set()
+        answers = await asyncio.gather(*asked, small)
+    assert all(b"[DONE]" in answer for answer in answers)
+
+
 async def test_a_body_below_the_least_rate_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "WINDOW_S", 0.2)
     async with house(say_ok) as at:
@@ -195,6 +238,35 @@ async def test_a_body_below_the_least_rate_is_a_408(monkeypatch: pytest.MonkeyPa
         writer.close()
         assert error_of(said)[0] == 408
         assert at.frontends[0].requests == []
+
+
+async def test_large_bodies_of_clients_are_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many one has sent: a body takes tenths of a second, or the schemas of its tools."""
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+    parse = requests.parsed
+
+    def waiting(body: bytes) -> dict[str, Any]:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        fields = parse(body)
+        order.append(fields["user"][0])
+        return fields
+
+    def large(user: str) -> bytes:
+        body = json.dumps({**json.loads(CHAT_BODY), "user": user * 2 * AT_ONCE}).encode()
+        return post(body, f"Authorization: Bearer {user}")
+
+    monkeypatch.setattr("worker.frontdoor.server.parsed", waiting)
+    async with house(say_ok, keys=("a", "b")) as at:
+        asked = [asyncio.create_task(at.ask(large("a"))) for _ in range(5)]
+        while at.door.bodies.num_bytes < 5 * 2 * AT_ONCE or not begun.is_set():
+            await asyncio.sleep(0.001)
+        asked.append(asyncio.create_task(at.ask(large("b"))))
+        while at.door.bodies.num_bytes < 6 * 2 * AT_ONCE:
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await asyncio.gather(*asked)
+    assert "".join(order) == "aabaaa"  # the second waited before the other's came
 
 
 def bias_of(num_entries: int) -> bytes:

@@ -593,7 +593,7 @@ async def test_a_connection_that_comes_too_late_is_closed() -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         upstreams = Uncancelled([Upstream(*server.sockets[0].getsockname())], WAIT_S)
-        forwarded = ForwardedRequest(object(), upstreams, head_only=False, sent=lambda: None)  # type: ignore[arg-type]
+        forwarded = ForwardedRequest(object(), upstreams, head_only=False, free=lambda: None)  # type: ignore[arg-type]
         forwarded.ask(post())
         await asyncio.sleep(0)
         forwarded.abort()
@@ -826,11 +826,28 @@ async def test_too_many_connections() -> None:
     async with house(say_ok, max_connections=1) as at:
         _, writer = await at.connect()
         writer.write(post(close=False)[:20])
-        await asyncio.sleep(0)
-        while len(at.door.connections) < 1:
+        while not any(isinstance(each, ClientConnection) and each._intake.has_begun for each in at.door.connections):
             await asyncio.sleep(0.001)
         assert error_of(await at.ask(b""))[0] == 503
         writer.close()
+
+
+async def test_idle_connections_keep_nobody_out() -> None:
+    """Of too many the one goes that has waited for a request for longest."""
+    async with house(say_ok, max_connections=3) as at:
+        idle = [await at.connect() for _ in range(3)]
+        for reader, writer in idle:
+            writer.write(post(close=False))
+            await asyncio.wait_for(reader.readuntil(b"{}"), WAIT_S)
+        idle[0][1].write(post(close=False))
+        await asyncio.wait_for(idle[0][0].readuntil(b"{}"), WAIT_S)
+        assert (await at.ask(post())).endswith(b"{}")
+        assert await asyncio.wait_for(idle[1][0].read(), WAIT_S) == b""
+        for reader, writer in (idle[0], idle[2]):
+            writer.write(post())
+            assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"{}")
+        for _, writer in idle:
+            writer.close()
 
 
 async def test_a_drain_lets_answers_finish() -> None:

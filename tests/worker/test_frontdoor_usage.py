@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from worker.frontdoor.usage import usage_of_choices, usage_of_prompts, usage_without_answer
 
 ONE: dict[str, Any] = {
@@ -25,6 +27,14 @@ def test_the_prompt_of_choices_counts_once() -> None:
         "completion_tokens_details": {"audio_tokens": None, "reasoning_tokens": 2},
     }
     assert usage_of_choices([WITHOUT, WITHOUT]) == {**WITHOUT, "completion_tokens": 4, "total_tokens": 9}
+
+
+@pytest.mark.parametrize("cached", [[0, 4, 4], [4, 0, 4], [4, 4, 0]])
+def test_what_one_choice_computed_is_cached_for_none(cached: list[int]) -> None:
+    """Whichever of them came first to a worker."""
+    found = usage_of_choices([{**ONE, "prompt_tokens_details": {"cached_tokens": number}} for number in cached])
+    assert found["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert usage_of_choices([ONE, {**ONE, "prompt_tokens_details": None}])["prompt_tokens_details"] is not None
 
 
 def test_prompts_add_up() -> None:

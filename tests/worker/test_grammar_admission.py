@@ -23,7 +23,7 @@ from adapters.grammars.sandbox import GrammarSandbox, SandboxBusy, SandboxUnavai
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
 from adapters.vocabulary import Vocabulary
 from worker.arguments import Arguments, parse_arguments
-from worker.engines import EngineInfo, EngineRequest, ReadKv
+from worker.engines import EngineInfo, EngineRequest, ReadKv, RequestHints
 from worker.errors import GrammarsUnavailable, InvalidRequest, Overloaded, StartupError
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.requests.request import GenerationRequest
@@ -61,10 +61,13 @@ def chains_of(facts: Context, registry: CollectorRegistry | None = None) -> Serv
     return ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, registry or CollectorRegistry())
 
 
-async def build(chains: ServedChainBuilder, guided: dict[str, Any], client: str | None = None) -> Any:
+async def build(
+    chains: ServedChainBuilder, guided: dict[str, Any], client: str | None = None, *, label: str | None = None
+) -> Any:
     params = SamplingParams(max_tokens=9, guided_decoding=GuidedDecodingParams(**guided))
     made = GenerationRequest(prompt_token_ids=[5], params=params)
-    asked = EngineRequest("", [5], replace(params, stop_token_ids=[1]), seed=1, cache_salt=client)
+    own = replace(params, stop_token_ids=[1])
+    asked = EngineRequest("", [5], own, seed=1, cache_salt=client, hints=RequestHints(client=label))
     return (await chains.prepare(asked, chains.select(made, {}), 9)).chain
 
 
@@ -115,6 +118,53 @@ async def test_slow_grammars_block_neither_builder_nor_asyncio_threads(facts: Co
     await asyncio.gather(*bombs, return_exceptions=True)
     await running(sandbox, chains, 0)
     assert sandbox.counts["cancelled"] == 40
+
+
+async def test_heavy_grammars_of_one_client_keep_no_other_out(facts: Context) -> None:
+    """Whether or not it sends a cache salt: requests without one were clients of their own each."""
+    chains, tables = chains_of(facts), tokenizer_tables(facts.vocabulary)
+    limits: dict[str, Any] = {"timeout_s": FOREVER_S, "max_wait_s": FOREVER_S, "max_waiting": 4}
+    with GrammarSandbox(lambda: tables, **limits) as sandbox:
+        sandbox.wait_ready()
+        grammar_cache(facts.vocabulary).sandbox = sandbox
+
+        def slow(number: int, label: str) -> asyncio.Task[Any]:
+            schema = {"type": "integer", "multipleOf": 99999989 - 2 * number}
+            return asyncio.create_task(build(chains, {"json": schema}, label=label))
+
+        large = [slow(number, "large") for number in range(12)]
+        while sandbox.num_waiting + sandbox.num_running + sum(task.done() for task in large) < len(large):
+            await asyncio.sleep(0.01)
+        num_refused = sum(task.done() for task in large)
+        assert num_refused
+        small = slow(12, "small")
+        while sum(task.done() for task in large) == num_refused and not small.done():
+            await asyncio.sleep(0.01)
+        assert not small.done()
+        for task in (*large, small):
+            task.cancel()
+        ended = await asyncio.gather(*large, small, return_exceptions=True)
+        assert {type(each) for each in ended} == {Overloaded, asyncio.CancelledError}
+
+
+async def test_schemas_of_one_client_hold_no_other_s_up(facts: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That take as much work as is allowed for one, in each of the threads."""
+    chains, grammars, go_on = chains_of(facts), Catalog.grammars, threading.Event()
+
+    def waiting(catalog: Catalog, selection: Any, context: Any) -> Any:
+        if selection.processors[0].args["choices"] == ["large"]:
+            assert go_on.wait(FOREVER_S)
+        return grammars(catalog, selection, context)
+
+    monkeypatch.setattr(Catalog, "grammars", waiting)
+    large = [asyncio.create_task(build(chains, {"choice": ["large"]}, label="large")) for _ in range(40)]
+    try:
+        async with asyncio.timeout(10):
+            assert (await build(chains, GOOD, label="small")).members[0].name == "choice"
+        assert not any(task.done() for task in large)
+    finally:
+        go_on.set()
+        await asyncio.gather(*large)
 
 
 async def test_a_full_queue_or_missing_process_is_no_grammars_fault(

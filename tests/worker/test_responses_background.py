@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from responses_frontend import HELLO, WAIT_S, Answers, Slow, refused, served
+from responses_frontend import HELLO, WAIT_S, Answers, Slow, client_of, refused, served
 from responses_oracle import check_stream, checked_response
 from test_frontdoor_exchange import refuse
 from test_frontdoor_server import error_of, house, post
@@ -140,6 +140,24 @@ async def test_a_background_response_that_fails(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(service, "MAX_RUNNING", 0)
         with pytest.raises(openai.RateLimitError):
             await client.responses.create(model="m", input="Hi", background=True)
+
+
+async def test_background_responses_of_one_client_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_RUNNING", 2)
+    async with served(Slow(*HELLO), key="large", keys=("large", "small", "third", "fourth")) as (at, large):
+
+        async def status(client: openai.AsyncOpenAI) -> str | None:
+            try:
+                return (await client.responses.create(model="m", input="Hi", background=True)).status
+            except openai.RateLimitError:
+                return None
+
+        assert [await status(large) for _ in range(3)] == ["queued", "queued", None]
+        found = []
+        for key in ("small", "small", "third", "fourth"):
+            async with client_of(at, key) as client:
+                found.append(await status(client))
+        assert found == ["queued", None, "queued", None]
 
 
 async def test_a_background_response_may_be_nested_too_deep() -> None:

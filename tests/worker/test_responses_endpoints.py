@@ -201,10 +201,10 @@ async def test_large_items_are_read_beside_the_event_loop(monkeypatch: pytest.Mo
         made = await client.responses.create(model="m", input="x" * 100_000, instructions="y" * 100_000)
         aside = at.door.rewriting.aside
 
-        async def counted(read: Callable[[], Any]) -> Any:
+        async def counted(label: bytes, read: Callable[[], Any]) -> Any:
             nonlocal num_aside
             num_aside += 1
-            return await aside(read)
+            return await aside(label, read)
 
         monkeypatch.setattr(at.door.rewriting, "aside", counted)
         items: Any = (await client.responses.input_items.list(made.id)).data

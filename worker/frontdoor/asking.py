@@ -47,7 +47,7 @@ async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[by
         if len(text) <= AT_ONCE:
             return caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
         return await caller.door.rewriting.aside(
-            lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
+            caller.request.label, lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
         )
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None

@@ -92,14 +92,15 @@ class LineAnswers:
 
         if is_checked:
             rewrite = partial(self.door.rewrite, request.path, body, request.head)
-            bodies = rewrite() if len(body) <= AT_ONCE else await self.door.rewriting.aside(rewrite)
+            is_large = len(body) > AT_ONCE
+            bodies = await self.door.rewriting.aside(request.label, rewrite) if is_large else rewrite()
         upstreams = self.door.upstreams
         if isinstance(bodies, dict):
             waiting.answer = exchange = Exchange(waiting, self.door, request, body, bodies)
             exchange.run(self.translators[request.path])
         elif len(bodies) == 1:
             waiting.answer = forwarded = ForwardedRequest(
-                waiting, upstreams, head_only=False, sent=_nothing, refused=explain if is_checked else None
+                waiting, upstreams, head_only=False, free=_nothing, refused=explain if is_checked else None
             )
             forwarded.ask(request.forwarded(bodies[0], is_last=False))
         else:

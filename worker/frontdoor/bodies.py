@@ -22,7 +22,7 @@ LARGE_AT_ONCE = 16
 """Bodies of the largest size that are in memory at a time, beside the small ones."""
 
 HELD_AT_ONCE = 64
-"""Bodies of the largest size that are in memory at a time while handlers answer their requests."""
+"""Bodies of the largest size that are in memory at a time while their requests are answered."""
 
 WINDOW_S = 10.0
 """Seconds in which a body must get on by as many bytes as the least rate asks for."""

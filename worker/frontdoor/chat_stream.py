@@ -71,7 +71,9 @@ async def chat(
 async def _reading(caller: Caller, fields: dict[str, Any]) -> ToolReading | None:
     """See `tool_reading`; what takes long is done beside the event loop."""
     read = partial(tool_reading, fields, caller.door.calls)
-    return await caller.door.rewriting.aside(read) if reads_schemas(fields, caller.door.calls) else read()
+    if not reads_schemas(fields, caller.door.calls):
+        return read()
+    return await caller.door.rewriting.aside(caller.request.label, read)
 
 
 def assembled(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:

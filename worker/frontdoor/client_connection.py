@@ -71,10 +71,10 @@ class ClientConnection(WaitingProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._intake.peer = str((transport.get_extra_info("peername") or ("",))[0]).encode()
         self._door.added(self)
-        if len(self._door.connections) > self._door.options.max_connections:
-            self._refuse(Refused(503, "too many connections", kind="server_error"))
-        else:
+        if self._door.has_room(self):
             self._expect(self._door.options.header_timeout_s)
+        else:
+            self._refuse(Refused(503, "too many connections", kind="server_error"))
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
@@ -186,7 +186,7 @@ class ClientConnection(WaitingProtocol):
         rewrite = partial(self._door.rewrite, request.path, body, request.head)
         rewritten: tuple[bytes, ...] | dict[str, Any] | Refused
         try:
-            rewritten = await self._door.rewriting.aside(rewrite)
+            rewritten = await self._door.rewriting.aside(request.label, rewrite)
         except Refused as refused:
             rewritten = refused
         except Exception:  # the request's boundary
@@ -199,26 +199,31 @@ class ClientConnection(WaitingProtocol):
 
     def _ask(self, request: AdmittedRequest, body: bytes, bodies: Sequence[bytes] | dict[str, Any]) -> None:
         """Send the request on; each of several choices is one of its own."""
-        upstreams = self._door.upstreams
-        is_kept = request.route.by == "checked" and len(body) <= MOST_KEPT
-        late = partial(self._end_with_error, request, body) if is_kept else None
         if isinstance(bodies, dict):
             self._hand_over(request, body, TRANSLATORS[request.route.path], bodies)
-        elif len(bodies) == 1:
+            return
+        upstreams, is_checked = self._door.upstreams, request.route.by == "checked"
+        late = partial(self._end_with_error, request, body) if is_checked and len(body) <= MOST_KEPT else None
+        try:
+            if is_checked:
+                self._intake.keep_body()
+        except Refused as refused:
+            self._refuse(refused)
+            return
+        if len(bodies) == 1:
             is_head = request.head.method == b"HEAD"
             added = self._door.cors.lines(request.head)
             self._answer = forwarded = ForwardedRequest(
                 self,
                 upstreams,
                 head_only=is_head,
-                sent=self._intake.free_body,
+                free=self._intake.free_body,
                 added=added,
-                refused=partial(self._explain, request, body) if request.route.by == "checked" else None,
+                refused=partial(self._explain, request, body) if is_checked else None,
                 late=late if request.has_version_1_1 else None,
             )
             forwarded.ask(request.forwarded(bodies[0], is_last=self._door.draining))
         else:
-            self._intake.free_body()
             self._answer = choices = Choices(
                 self,
                 request.choices(bodies),
@@ -308,6 +313,7 @@ class ClientConnection(WaitingProtocol):
             self._loop.call_soon(self._advance)  # not deeper into the stack with each of them
         else:
             self._expect_reader(self._door.options.idle_timeout_s)
+            self._door.waits(self)
 
     def refused(self, refused: Refused) -> None:
         """Answer with an error; nothing of the answer has been sent."""
@@ -352,6 +358,17 @@ class ClientConnection(WaitingProtocol):
         self._keep_alive = False
         if not self._intake.has_begun and self._transport is not None:
             self._close()
+
+    def abort_if_idle(self) -> bool:
+        """Close at once unless a request is being read or answered, or the client still reads the
+        answer; whether it closes.
+        """
+        transport = self._transport
+        if self._answering or self._intake.has_begun or transport is None or transport.get_write_buffer_size():
+            return False
+        self._answering, self._is_closing = True, True
+        transport.abort()
+        return True
 
     def _close(self) -> None:
         """Close once everything has been sent."""

@@ -111,7 +111,7 @@ class Exchange:
     async def _run(self, handler: Handler) -> None:
         try:
             if len(self.body) > AT_ONCE and self._fields is None and not self._has_other_content:
-                self._fields = await self.door.rewriting.aside(partial(parsed, self.body))
+                self._fields = await self.door.rewriting.aside(self.request.label, partial(parsed, self.body))
             await handler(self)
             if not self._has_ended:
                 raise RuntimeError(f"the handler of {self.path} did not answer")

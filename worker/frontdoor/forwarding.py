@@ -25,7 +25,8 @@ class ForwardedRequest:
         client: Receiver of the answer.
         upstreams: The frontends.
         head_only: Whether the request is a HEAD.
-        sent: Called when the request has been written to a connection.
+        free: Called once the request is needed no more: it has been written to a connection, and
+            its answer is no error that `refused` would be told of.
         added: Header lines to add to the answer, each with its CRLF.
         refused: Is told of the error that the answer is, which the client then does not get; None
             hands errors on too.
@@ -42,7 +43,7 @@ class ForwardedRequest:
         upstreams: Upstreams,
         *,
         head_only: bool,
-        sent: Callable[[], None],
+        free: Callable[[], None],
         added: bytes = b"",
         refused: Callable[[Refused], None] | None = None,
         late: Callable[[Refused], None] | None = None,
@@ -50,7 +51,7 @@ class ForwardedRequest:
         self._client = client
         self._upstreams = upstreams
         self._head_only = head_only
-        self._sent = sent
+        self._free = free
         self._added = added
         self._refused = refused
         self._opening = None if refused is None else Opening()
@@ -89,7 +90,8 @@ class ForwardedRequest:
         self._send(connection, data)
 
     def _send(self, connection: UpstreamConnection, data: bytes) -> None:
-        self._sent()
+        if self._opening is None:
+            self._free()
         connection.begin(self, AnswerEnd(self._head_only), data)
 
     def received(self, data: bytes) -> None:
@@ -99,6 +101,7 @@ class ForwardedRequest:
             if not self._opening.take(data):
                 return
             data, self._opening, self._refused = self._opening.held, None, None
+            self._free()
         if self._late is not None:
             data = self._ending.take(data)
         if self._added:

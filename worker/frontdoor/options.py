@@ -148,7 +148,12 @@ class Options:
         parse=_header,
     )
     body_limit_mib: int = option(8, "Largest body of a request, MiB; a larger one gets a 413.", parse=_count)
-    max_connections: int = option(4096, "Most client connections at a time; one more gets a 503.", parse=_count)
+    max_connections: int = option(
+        4096,
+        "Most client connections at a time; one more takes the place of the one that has waited for longest for a "
+        "request, or gets a 503.",
+        parse=_count,
+    )
     header_timeout_s: float = option(10.0, "Seconds in which the head of a request must arrive.", parse=_seconds)
     body_timeout_s: float = option(60.0, "Seconds in which the body of a request must arrive.", parse=_seconds)
     body_rate_kib_s: float = option(

@@ -162,14 +162,20 @@ class RequestIntake:
         if len(head.values(METADATA_HEADER)) > 1:
             raise FieldRefused(METADATA_HEADER.decode(), "comes twice, and Dynamo's frontend drops the second")
 
-    def hold_body(self) -> Body | Upload | None:
-        """The complete body, which is the caller's to free once the request is answered.
+    def keep_body(self) -> None:
+        """Have the complete body stay in memory until `free_body`, while its request is answered.
 
         Raises:
-            Refused: 503, too many bodies are held so.
+            Refused: 503, too many bodies stay.
         """
         if self._body is not None:
             self._body.hold()
+
+    def hold_body(self) -> Body | Upload | None:
+        """The complete body, which is the caller's to free once the request is answered; raises as
+        `keep_body`.
+        """
+        self.keep_body()
         body, self._body = self._body, None
         return body
 

@@ -1,7 +1,7 @@
 """Thread in which large bodies are read and rewritten, beside the event loop.
 
 A large body takes tenths of a second, for which every other client would wait. One at a time is in
-a thread, and those that wait for it are gone as soon as their clients are.
+a thread, of each client in turn, and those that wait for it are gone as soon as their clients are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from worker.frontdoor.errors import Refused
+from worker.requests.client_turns import ClientTurns
 
 AT_ONCE = 32 * 1024
 """Bytes of the largest body that the event loop reads itself: about a millisecond at worst."""
@@ -21,15 +22,15 @@ T = TypeVar("T")
 
 
 class Rewriting:
-    """Rewrites large bodies, one at a time."""
+    """Rewrites large bodies, one at a time, those of each client in turn."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "front-door-bodies")
-        self._turn = asyncio.Lock()
+        self._turns = ClientTurns(1)
 
-    async def aside(self, rewrite: Callable[[], T]) -> T:
-        """The result of ``rewrite``. Raises `Refused` as that does."""
-        async with self._turn:
+    async def aside(self, client: bytes, rewrite: Callable[[], T]) -> T:
+        """The result of ``rewrite``, for the client of a label. Raises `Refused` as that does."""
+        async with self._turns.turn(client):
             result = await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
         if isinstance(result, Refused):
             raise result

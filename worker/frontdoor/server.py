@@ -51,6 +51,11 @@ class OpenConnection(Protocol):
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
 
+    def abort_if_idle(self) -> bool:
+        """Close at once unless a request is being read or answered, or the client still reads the
+        answer; whether it closes.
+        """
+
     def abort(self) -> None:
         """Close at once."""
 
@@ -66,6 +71,7 @@ class FrontDoor:
         engine_key: Key for the workers' engine ports.
 
     Attributes:
+        connections: Connections of clients, in the order in which they began to wait for requests.
         reasons: Turns of failed requests that are computed once more, to learn why.
     """
 
@@ -94,7 +100,7 @@ class FrontDoor:
         self.texts = Texts(options.model_path)
         self.calls = options.calls
         self.cors = Cors(options.cors_origins)
-        self.connections: set[OpenConnection] = set()
+        self.connections: dict[OpenConnection, None] = {}
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
         self.batches: BatchService | None = None
@@ -198,12 +204,25 @@ class FrontDoor:
 
     def added(self, connection: OpenConnection) -> None:
         """A connection was opened."""
-        self.connections.add(connection)
+        self.connections[connection] = None
         self.idle.clear()
+
+    def waits(self, connection: OpenConnection) -> None:
+        """A connection waits for its next request."""
+        del self.connections[connection]
+        self.connections[connection] = None
+
+    def has_room(self, newcomer: OpenConnection) -> bool:
+        """Whether a connection that was opened may stay, in place of the one that has waited for
+        longest for a request, if there are too many.
+        """
+        if len(self.connections) <= self.options.max_connections:
+            return True
+        return any(each is not newcomer and each.abort_if_idle() for each in list(self.connections))
 
     def removed(self, connection: OpenConnection) -> None:
         """A connection was closed."""
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         if not self.connections:
             self.idle.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 Usage = Mapping[str, Any]
@@ -13,11 +14,17 @@ DETAILS = "completion_tokens_details"
 def usage_of_choices(usages: Sequence[Usage]) -> dict[str, Any]:
     """The usage of some choices to one prompt, which counts once.
 
+    Cached tokens are those that each choice found: more of them were computed for another choice.
+
     Args:
         usages: One for each choice, at least one.
     """
     prompt, count = usages[0].get("prompt_tokens", 0), _sum_of("completion_tokens", usages) or 0
-    return {**usages[0], "completion_tokens": count, "total_tokens": prompt + count, **_details(usages)}
+    made = {**usages[0], "completion_tokens": count, "total_tokens": prompt + count, **_details(usages)}
+    prompts = [each.get("prompt_tokens_details") or {} for each in usages]
+    if all(each.get("cached_tokens") is not None for each in prompts):
+        made["prompt_tokens_details"] = min(prompts, key=itemgetter("cached_tokens"))
+    return made
 
 
 def usage_of_prompts(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from worker.processors.breaker import Breaker
 from worker.processors.grammar_metrics import GrammarMetrics
 from worker.processors.metrics import ProcessorMetrics
 from worker.processors.sandbox_start import GrammarsAhead, StartingSandbox, kept_tokenizers
+from worker.requests.client_turns import ClientTurns
 from worker.requests.fields import SECTIONS
 from worker.requests.request import GenerationRequest
 
@@ -180,6 +181,7 @@ class ServedChainBuilder:
         self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
         self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
+        self._turns = ClientTurns(NUM_BUILDERS, spare=1)
         self._warm_up = threading.Timer(WARM_UP_AFTER_S, self._derive)
         self._warm_up.daemon = True
         ends = frozenset(model.vocabulary.eos_token_ids)
@@ -233,7 +235,8 @@ class ServedChainBuilder:
         """The request with its chain; without one if there is nothing for it to do.
 
         A request that wants a receipt, or no speculation, has a chain, be it empty. Cancelling this
-        while a grammar compiles ends that at once; grammars are compiled in turns of cache salts.
+        while a grammar compiles ends that at once. Clients take turns, by the label of the request,
+        or else by its cache salt.
 
         Args:
             request: A request without a chain.
@@ -252,9 +255,10 @@ class ServedChainBuilder:
         names = [requested.name for requested in selection.processors]
         self.breaker.check(names)
         context = self.builder.context(request.params.end_token_ids, request.seed, max_tokens, request.choice)
+        client = request.hints.client or request.cache_salt
         try:
-            grammars = await self._compiled(selection, context, request.cache_salt)
-            prepared = await self._in_thread(self._prepare, request, selection, context)
+            grammars = await self._compiled(selection, context, client)
+            prepared = await self._in_thread(client, self._prepare, request, selection, context)
             del grammars  # until here they were in use, so the chain's processors found them in the cache
         except SelectionError as error:
             if isinstance(error, BuildFailed):
@@ -286,11 +290,13 @@ class ServedChainBuilder:
         if self.vocabulary.tokenizer is None or not self.catalog.has_grammars(selection):
             return []
         cache = grammar_cache(self.vocabulary)
-        wanted = await self._in_thread(self.catalog.grammars, selection, context)
+        wanted = await self._in_thread(client, self.catalog.grammars, selection, context)
         return [await _compiled_one(cache, path, grammar, client) for path, grammar in wanted]
 
-    def _in_thread(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+    async def _in_thread(self, client: str | None, call: Callable[..., T], *arguments: Any) -> T:
+        """Result of ``call`` in a builder's thread, once it is the client's turn."""
+        async with self._turns.turn(client):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def close(self) -> None:
         """End the process that compiles grammars; requests with one are refused. Idempotent."""

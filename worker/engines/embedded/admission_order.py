@@ -25,11 +25,12 @@ class Admission:
         self._queues = queues
         self._cache = queues.cache
         self._transfers = transfers
-        self._passed: Request | None = None  # the request that had its turn and got no pages
-        self._num_passed = 0  # admissions of other clients' requests meanwhile
 
     def admit(self, budget: int, *, only_starved: bool) -> tuple[PageCopy, ...]:
         """Admit waiting requests, clients in turn; returns what must be copied in the store.
+
+        A request that has its turn and gets no pages is passed by as many of other clients as may
+        run, and no more.
 
         Args:
             budget: Prompt tokens of the next step.
@@ -47,7 +48,7 @@ class Admission:
         reserved = sum(min(fair, remaining(request)) for request in queues.prefilling)
         prefilling = counts_of(queues.prefilling)
         pending = self._pending(queues.prefilling)
-        blocked: set[str | None] = set()  # clients whose next request gets no pages
+        blocked: dict[str | None, Request] = {}  # the next request of each client that gets no pages
         for request in order:
             if slots <= 0:
                 break
@@ -62,16 +63,19 @@ class Admission:
                 continue
             copied = queues.allocate(request)
             if copied is None:
-                if not blocked and not self._may_be_passed(request):
+                if request.num_passed >= queues.max_num_seqs:
                     break
-                blocked.add(request.client)
+                blocked[request.client] = request
                 continue
             copies += copied
             self._begin(request)
-            self._num_passed += bool(blocked)
             pending |= self._pending([request])
             prefilling[request.client] += 1
             reserved += min(fair, remaining(request))
+            for one in blocked.values():
+                one.num_passed += 1
+            if any(one.num_passed >= queues.max_num_seqs for one in blocked.values()):
+                break
         return tuple(copies)
 
     def _admit_starved(self, order: Sequence[Request]) -> list[PageCopy]:
@@ -136,18 +140,11 @@ class Admission:
         """Whether neither a transfer that came before nor a prefix hit is to be waited for."""
         return not self._transfers.blocks(request) and not (pending and self._awaits_prefix(request, pending))
 
-    def _may_be_passed(self, request: Request) -> bool:
-        """Whether other clients' requests may come before the next one, which gets no pages: as
-        many as may run, and no more.
-        """
-        if self._passed is not request:
-            self._passed, self._num_passed = request, 0
-        return self._num_passed < self._queues.max_num_seqs
-
     def _begin(self, request: Request) -> None:
         self._queues.waiting.remove(request)
         self._queues.turns.admit(request)
         self._queues.start_prefill(request)
+        request.num_passed = 0
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
         if request.queue_times is None:

@@ -54,6 +54,8 @@ class Request:
         arrival: Number in the order of arrival, given by the scheduler.
         client: Label of the client that it comes from; clients take turns. None is one client.
         turn: Turn of its client with which it was admitted, given by the scheduler; -1 before.
+        num_passed: Admissions of other clients' requests for which it was passed, since it had its
+            turn and got no pages.
         pages: Page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
@@ -92,6 +94,7 @@ class Request:
     arrival: int = -1
     client: str | None = None
     turn: float = -1
+    num_passed: int = 0
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached_tokens: int | None = None

@@ -33,14 +33,18 @@ class Turns:
         self._next: dict[str | None, int] = {}  # of each client, behind its last turn
         self._led: dict[str | None, int] = {}  # the step in which a client's prompt was last the first
         self._num_led = 0
-        self._last: tuple[str | None] | None = None  # the client whose request came last
+        self._last: str | None = None  # the client whose request came last
         self._shared_until_s = float("-inf")
 
     def arrived(self, request: Request) -> None:
-        """A request is in the queue."""
-        if self._last is not None and self._last[0] != request.client:
+        """A request is in the queue. One without a label may be the runtime's probe, and is no sign
+        of a second client.
+        """
+        if request.client is None:
+            return
+        if self._last is not None and self._last != request.client:
             self._shared_until_s = self._now() + SHARED_S
-        self._last = (request.client,)
+        self._last = request.client
 
     def is_shared(self, live: Iterable[Request]) -> bool:
         """Whether several clients' requests are in the queues, or were until a moment ago.

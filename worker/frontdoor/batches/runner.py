@@ -20,6 +20,7 @@ from worker.frontdoor.batches.output import write_output
 from worker.frontdoor.batches.running_batch import Ask, RunningBatch
 from worker.frontdoor.batches.store_thread import StoreThread
 from worker.frontdoor.errors import Refused
+from worker.requests.client_turns import ClientTurns
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Runner:
         self._ask = ask
         self._models = models
         self._concurrency = concurrency
-        self._turns = asyncio.Semaphore(concurrency)
+        self._turns = ClientTurns(concurrency)
         self._validating = asyncio.Semaphore(1)
         self._longest = max_body + ROOM_BESIDE_BODY
         self._running: dict[str, asyncio.Task[None]] = {}

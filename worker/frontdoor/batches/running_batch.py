@@ -16,6 +16,7 @@ from worker.frontdoor.batches.objects import Result, StoredBatch, TokenCounts
 from worker.frontdoor.batches.store_thread import StoreThread
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
+from worker.requests.client_turns import ClientTurns
 
 Ask = Callable[[str, str, bytes, str], Awaitable[tuple[int, bytes]]]
 """Answers a request: the label of the client, the path, the body and the request id make the status
@@ -53,7 +54,7 @@ class RunningBatch:
         store: Store for its results.
         ask: Answers the request of a line.
         models: Names of the models that are served.
-        turns: Requests of all batches that may be under way.
+        turns: Requests of all batches that may be under way, of each client in turn.
         longest: Most bytes of a line.
     """
 
@@ -63,7 +64,7 @@ class RunningBatch:
         store: StoreThread,
         ask: Ask,
         models: Callable[[], Awaitable[Collection[str]]],
-        turns: asyncio.Semaphore,
+        turns: ClientTurns,
         longest: int,
     ) -> None:
         self._batch = batch
@@ -133,7 +134,8 @@ class RunningBatch:
         wait_s, num_broken = FIRST_WAIT_S, 0
         while True:
             request_id = secrets.token_hex(16)
-            async with self._turns:  # until the result is kept: a crash repeats no more than have a turn
+            # until the result is kept: a crash repeats no more than have a turn
+            async with self._turns.turn(self._batch.owner):
                 found = await self._ask_once(place, request_id)
                 if found is None:
                     return

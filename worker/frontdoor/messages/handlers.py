@@ -84,6 +84,8 @@ async def _translated(exchange: Exchange, translate: Callable[..., TranslatedReq
     models_think = exchange.door.options.dyn_reasoning_parser is not None
     make = partial(translate, exchange.fields(), models_think=models_think)
     try:
-        return make() if len(exchange.body) <= AT_ONCE else await exchange.door.rewriting.aside(make)
+        if len(exchange.body) <= AT_ONCE:
+            return make()
+        return await exchange.door.rewriting.aside(exchange.request.label, make)
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None

@@ -60,7 +60,7 @@ async def _prepared(exchange: Exchange, fields: Body) -> Prepared:
     prepare = partial(service.prepared, exchange.owner, fields, earlier)
     if len(exchange.body) + sum(len(each.data) for each in earlier) <= AT_ONCE:
         return prepare()
-    return await exchange.door.rewriting.aside(prepare)
+    return await exchange.door.rewriting.aside(exchange.request.label, prepare)
 
 
 async def _answer_whole(exchange: Exchange, generation: Generation) -> None:
@@ -105,7 +105,7 @@ async def _check_chat(exchange: Exchange, generation: Generation) -> None:
         body = encoded(generation.request.fields)
         check = partial(exchange.door.rewrite, CHAT, body, exchange.head)
         if len(body) > AT_ONCE:
-            await exchange.door.rewriting.aside(check)
+            await exchange.door.rewriting.aside(exchange.request.label, check)
         else:
             check()
         await checked(exchange, generation.request.fields, CHAT)
@@ -167,7 +167,8 @@ async def _answer_read(exchange: Exchange, read: Callable[[], Any], size: int) -
     if size <= AT_ONCE:
         await exchange.answer(200, read())
     else:
-        await exchange.answer(200, await exchange.door.rewriting.aside(lambda: encoded(read())))
+        label = exchange.request.label
+        await exchange.answer(200, await exchange.door.rewriting.aside(label, lambda: encoded(read())))
 
 
 async def _stream_again(exchange: Exchange, query: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.values import printable
 
 MAX_RUNNING = 256
-"""Background responses at a time."""
+"""Background responses at a time; and as many more, each of a client that has no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ class Responses:
         Raises:
             Refused: 429, too many are generated.
         """
-        if len(self._running) >= MAX_RUNNING:
+        is_first = all(owner != generation.owner for owner, _ in self._running)
+        if len(self._running) >= (2 if is_first else 1) * MAX_RUNNING:
             problem = f"{MAX_RUNNING} background responses are being generated; try again later"
             raise Refused(429, problem, "background", kind="rate_limit_error", code="rate_limit_exceeded")
         key = (generation.owner, generation.answer.response["id"])

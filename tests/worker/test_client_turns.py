@@ -1,0 +1,119 @@
+"""Slots that clients take in turn: whoever sends much waits for itself, and whoever leaves holds
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.requests.client_turns import ClientTurns
+
+
+class Work:
+    """Requests that hold slots until they are told to end."""
+
+    def __init__(self, slots: int, spare: int = 0) -> None:
+        self.slots, self.spare = slots, spare
+        self.turns = ClientTurns(slots, spare)
+        self.begun: list[str] = []
+        self.running: dict[asyncio.Task[None], tuple[str, asyncio.Event]] = {}
+        self.waiting: list[asyncio.Task[None]] = []
+
+    def arrive(self, client: str) -> None:
+        task = asyncio.create_task(self._run(client))
+        self.waiting.append(task)
+
+    async def _run(self, client: str) -> None:
+        task, end = asyncio.current_task(), asyncio.Event()
+        assert task is not None
+        async with self.turns.turn(client):
+            self.waiting.remove(task)
+            self.begun.append(client)
+            self.running[task] = client, end
+            try:
+                await end.wait()
+            finally:
+                del self.running[task]
+
+    async def look(self) -> None:
+        """Until nothing happens by itself."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(self.running) <= self.slots
+        assert self.turns._taken == Counter(client for client, _ in self.running.values())
+        self.waiting = [task for task in self.waiting if not task.done()]
+        if self.waiting and len(self.running) < self.slots:  # the rest is not for the client that has all others
+            assert len(self.running) == self.slots - self.spare
+            assert len(self.turns._waiting) == len(self.turns._taken) == 1
+
+
+async def test_clients_take_turns() -> None:
+    work = Work(1)
+    for client in "aaaabbc":
+        work.arrive(client)
+    while True:
+        await work.look()
+        if not work.running:
+            break
+        next(iter(work.running.values()))[1].set()
+    assert "".join(work.begun) == "aabcaba"  # the second came before others did
+
+
+async def test_a_slot_is_left_to_other_clients() -> None:
+    work = Work(4, spare=1)
+    for client in "aaaaaaaab":
+        work.arrive(client)
+    await work.look()
+    assert sorted(work.begun) == ["a", "a", "a", "b"]
+    for task in [*work.running, *work.waiting]:
+        task.cancel()
+    await work.look()
+    assert not work.turns._waiting
+
+
+async def test_without_a_label_each_request_is_a_client() -> None:
+    turns = ClientTurns(2)
+    async with turns.turn(None), turns.turn(None):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), turns.turn(None):
+                raise AssertionError("there are two slots")
+    assert repr(turns) == "ClientTurns(0 of 2 taken, 0 waiting)"
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["arrive", "arrive", "end", "leave"]), st.integers(0, 99)), max_size=80)
+
+
+@given(STEPS, st.sampled_from([(1, 0), (2, 0), (2, 1), (4, 1)]))
+@settings(max_examples=examples(200), deadline=None)
+def test_slots_are_held_and_given_back(steps: list[tuple[str, int]], slots: tuple[int, int]) -> None:
+    """Whoever ends or leaves, with a slot, without one, or in the moment in which it gets one."""
+
+    async def run() -> None:
+        work = Work(*slots)
+        for step, number in steps:
+            if step == "arrive":
+                work.arrive("aaab"[number % 4] if number < 60 else "cde"[number % 3])
+            elif step == "end" and work.running:
+                list(work.running.values())[number % len(work.running)][1].set()
+            elif step == "leave" and (tasks := [*work.running, *work.waiting]):
+                task = tasks[number % len(tasks)]
+                task.cancel()
+                if task in work.waiting:
+                    work.waiting.remove(task)
+            if number % 3:
+                await work.look()
+        while work.running or work.waiting:
+            await work.look()
+            for _, end in work.running.values():
+                end.set()
+        await work.look()
+        assert not work.turns._waiting
+        assert not work.turns._taken
+
+    asyncio.run(run())

@@ -1,0 +1,79 @@
+"""Turns between clients for slots, such as the threads that requests are prepared in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+
+
+class ClientTurns:
+    """Slots, for which clients wait in turn: for each slot that a client gets, it waits for one of
+    each other client at most. Requests of one client keep their order. One event loop only.
+
+    Args:
+        slots: Number of slots.
+        spare: Slots among them that one client leaves to the others.
+    """
+
+    def __init__(self, slots: int, spare: int = 0) -> None:
+        self._slots = slots
+        self._most = slots - spare  # of one client
+        self._taken: Counter[Hashable] = Counter()
+        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        waiting = sum(map(len, self._waiting.values()))
+        return f"ClientTurns({self._taken.total()} of {self._slots} taken, {waiting} waiting)"
+
+    @asynccontextmanager
+    async def turn(self, client: Hashable | None) -> AsyncIterator[None]:
+        """Hold a slot, once it is the client's turn.
+
+        Args:
+            client: Label of the client; None counts as a separate client.
+        """
+        client = object() if client is None else client
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(granted)
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                self._leave(client, granted)
+            else:  # it had its turn a moment ago
+                self._release(client)
+            raise
+        try:
+            yield
+        finally:
+            self._release(client)
+
+    def _grant(self) -> None:
+        """Give free slots to the clients that are next."""
+        while self._taken.total() < self._slots:
+            client = next((each for each in self._waiting if self._taken[each] < self._most), None)
+            if client is None:
+                return
+            requests = self._waiting.pop(client)
+            granted = requests.popleft()
+            if requests:
+                self._waiting[client] = requests  # behind the other clients
+            if not granted.done():  # else it is about to leave
+                granted.set_result(None)
+                self._taken[client] += 1
+
+    def _release(self, client: Hashable) -> None:
+        self._taken[client] -= 1
+        if not self._taken[client]:
+            del self._taken[client]
+        self._grant()
+
+    def _leave(self, client: Hashable, granted: asyncio.Future[None]) -> None:
+        requests = self._waiting.get(client, deque())
+        if granted in requests:
+            requests.remove(granted)
+        if not requests:
+            self._waiting.pop(client, None)
