@@ -18,7 +18,7 @@ _TAKES_BOTH = ("__getitem__", "__setitem__", "copy_", "to", "as_subclass")
 class OnGpu(torch.Tensor):
     """A tensor of the pretended GPU."""
 
-    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    device = property(lambda self: DEVICE)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,7 +30,7 @@ class OnGpu(torch.Tensor):
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, torch.Tensor) and not isinstance(each, OnGpu) and each.dim():
                     raise RuntimeError(f"{func.__name__}: expected all tensors to be on the same device")
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class PretendGpu(TorchFunctionMode):
