@@ -24,8 +24,12 @@ from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model import load_model, loading, transformers_checkpoint
 from worker.engines.embedded.model.batch_packing import Batch
 
-ROOMS = ("worker.engines.embedded.cuda", "worker.engines.embedded.model.cuda_graphs")
-ROOMS += ("worker.engines.embedded.attention.triton_backend",)
+ROOMS = (
+    "worker.engines.embedded.cuda",
+    "worker.engines.embedded.model.cuda_graphs",
+    "worker.engines.embedded.attention.triton_backend",
+)
+"""Modules that import Triton."""
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return
     package: Any = ModuleType("triton")
     package.language = language = ModuleType("triton.language")
-    package.jit = language.constexpr = lambda given: given  # type: ignore[attr-defined]
+    package.jit = language.constexpr = lambda given: given
     package.cdiv = lambda number, size: -(-number // size)
     package.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
     monkeypatch.setitem(sys.modules, "triton", package)

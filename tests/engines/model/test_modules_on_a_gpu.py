@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pretend_gpu import OnGpu, PretendGpu
 from torch.nn import functional
@@ -23,5 +25,6 @@ def test_an_rms_norm_without_weights() -> None:
 
 def test_an_activation_with_weights_is_none_of_ours() -> None:
     """Those of Apertus lie where the model does, and numbers to try it with do not."""
-    assert name_of(ACT2CLS["xielu"](dtype=torch.float32).to("meta")) is None
+    with_weights: Any = ACT2CLS["xielu"]
+    assert name_of(with_weights(dtype=torch.float32).to("meta")) is None
     assert name_of(ACT2FN["silu"]) == "silu"
