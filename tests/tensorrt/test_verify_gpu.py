@@ -69,15 +69,26 @@ esac
 """
 
 
-@pytest.mark.parametrize("is_measured", [True, False])
-def test_the_report_names_what_failed(is_measured: bool, tmp_path: Path) -> None:
-    """With an interpreter that answers as on a machine with a GPU."""
-    interpreter = tmp_path / "python"
-    interpreter.write_text(INTERPRETER.replace("{speed}", "echo fast" if is_measured else "exit 1"))
+def with_interpreter(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """``verify-gpu`` without a model, whose interpreter answers as on a machine with a GPU."""
+    interpreter = directory / "python"
+    interpreter.write_text(script)
     interpreter.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "MODEL_PATH"}
-    environment |= {"PYTHON": str(interpreter), "REPORT": str(tmp_path / "report.md")}
-    done = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    environment |= {"PYTHON": str(interpreter), "REPORT": str(directory / "report.md")}
+    return subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_triton_there_is_nothing_to_check(tmp_path: Path) -> None:
+    done = with_interpreter(INTERPRETER.replace('echo "| versions | of all |"', "exit 1"), tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "verify-gpu: error: without Triton there are no kernels to check\n"
+    assert not (tmp_path / "report.md").exists()
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_the_report_names_what_failed(is_measured: bool, tmp_path: Path) -> None:
+    done = with_interpreter(INTERPRETER.replace("{speed}", "echo fast" if is_measured else "exit 1"), tmp_path)
     assert done.returncode == 1, done.stderr
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert lines[:7] == [

@@ -22,6 +22,8 @@ from worker.engines.embedded.controller.types import (
     TokenStream,
     TopN,
 )
+from worker.engines.embedded.plan import Samples
+from worker.engines.embedded.sampling import Sampler
 
 EOD = 99
 
@@ -101,6 +103,23 @@ def test_segments() -> None:
 
 def sample(rows: torch.Tensor, params: Any, **arguments: Any) -> list[int]:
     return CONTROLLER.sample_from_logits(rows, params, **arguments).tolist()
+
+
+def test_the_sampler_gets_rows_that_lie_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their memory is like: kernels of a GPU read them so."""
+    given: list[torch.Tensor] = []
+    sampled = Sampler.sample
+
+    def noted(sampler: Sampler, logits: torch.Tensor, *rest: Any) -> Samples:
+        given.append(logits)
+        return sampled(sampler, logits, *rest)
+
+    monkeypatch.setattr(Sampler, "sample", noted)
+    logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(4))
+    for rows in (logits.T, logits.T[:, ::2], logits[:, :1].T.expand(2, -1), logits.T.double()):
+        expected = sample(rows.contiguous(), InferenceParams(seed=1))
+        assert sample(rows, InferenceParams(seed=1)) == expected
+    assert all(each.is_contiguous() for each in given)
 
 
 def drawn(row: Sequence[float], **controls: Any) -> set[int]:

@@ -120,7 +120,7 @@ def test_attention(
     cuda.store_kv(key, value, keys, values, table[position // page], position % page)
     sinks = randn(num_heads) if has_sinks else None
     no_singles, no_tiles = (torch.empty(0, n, dtype=torch.int32, device="cuda") for n in (3, 4))
-    tokens = cuda.tile_tokens(num_heads, kv_heads, dtype)
+    tokens = cuda.tile_tokens(query, kv_heads)
 
     def tiled(start: int) -> torch.Tensor:
         tiles = [[at - start, 0, at, min(tokens, LENGTH - at)] for at in range(start, LENGTH, tokens)]

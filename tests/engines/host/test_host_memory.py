@@ -8,6 +8,7 @@ import pytest
 import torch
 from memory_mappings import mapping_field
 
+from worker.engines.embedded.host import memory
 from worker.engines.embedded.host.memory import _resident_mappings, collapse_resident, like, zeros
 from worker.engines.embedded.transfer.layout import merged
 from worker.models.huge_pages import HUGE_PAGE_BYTES
@@ -114,3 +115,51 @@ def test_what_tensors_hold_stays() -> None:
     collapse_resident()
     assert torch.equal(store, before)
     assert torch.equal(before, torch.arange(4 * 2**20))
+
+
+def sizes_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Bytes of memory that tensors have."""
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def on_another_device() -> list[torch.Tensor]:
+    return [torch.zeros(3, 2, 4, 8, device="meta") for _ in range(3)]
+
+
+def test_other_devices_get_all_of_it_back_until_it_is_taken() -> None:
+    tensors = on_another_device()
+    views = [tensor.view(torch.int64).transpose(1, 2) for tensor in tensors]
+    for _ in range(2):
+        memory.give_back(tensors)
+        assert sizes_of([*tensors, *views]) == [0] * 6
+        memory.take_back(tensors)
+        assert sizes_of([*tensors, *views]) == [768] * 6
+    memory.take_back(tensors)
+    assert sizes_of(tensors) == [768] * 3
+
+
+def test_what_cannot_be_taken_back_whole_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, resize, taken = on_another_device(), torch.UntypedStorage.resize_, []
+
+    def limited(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if size:
+            taken.append(size)
+        if size and len(taken) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return resize(storage, size)
+
+    memory.give_back(tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", limited)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            memory.take_back(tensors)
+    assert sizes_of(tensors) == [0] * 3
+    memory.take_back(tensors)
+    assert sizes_of(tensors) == [768] * 3
+
+
+def test_a_cpu_has_nothing_to_take_back() -> None:
+    (tensor,) = memory.zeros(1, (4,), torch.float32, torch.device("cpu"))
+    tensor.fill_(3)
+    memory.take_back([tensor])
+    assert tensor.tolist() == [3.0] * 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +22,23 @@ def test_they_are_refused_on_a_cpu() -> None:
         choose_kernels("triton", torch.device("cpu"), torch.float32)
 
 
-def test_whatever_they_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_they_lack_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    assert no_triton(CUDA) is None
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert no_triton(CUDA) == "triton needs a C compiler, and there is none"
+    monkeypatch.setattr(sysconfig, "get_path", lambda kind, scheme: str(tmp_path))
+    for compiler in ("gcc", "clang"):
+        monkeypatch.setattr(shutil, "which", lambda name, compiler=compiler: name if name == compiler else None)
+        monkeypatch.delenv("CC", raising=False)
+        assert no_triton(CUDA) == f"triton needs Python's header files, and there is no {tmp_path}/Python.h"
+        monkeypatch.setenv("CC", "icx")
+        assert no_triton(CUDA) == "triton needs a C compiler, and there is none: icx"
+        monkeypatch.setenv("CC", compiler)
+        (tmp_path / "Python.h").touch()
+        assert no_triton(CUDA) is None
+        (tmp_path / "Python.h").unlink()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "cc" else None)
+    assert no_triton(CUDA) == "triton needs a C compiler, and there is none: gcc or clang"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert no_triton(CUDA) == "they need a GPU of compute capability 8.0, not 7.5"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

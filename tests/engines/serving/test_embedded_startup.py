@@ -23,6 +23,9 @@ from worker.engines.embedded.model.kernels import choose_kernels
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
 
+MALFORMED = ("", "cpu:", "cuda:", "cuda:01", "cuda:-1", "cuda:1:2", "cuda:\u0661", "CUDA", " cuda", "cuda\t")
+"""Devices that torch does not know by these names."""
+
 
 @pytest.fixture
 def checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
@@ -122,6 +125,7 @@ async def test_spoilt_checkpoints(checkpoint: Path, spoil: Callable[[Path], obje
         ({"dtype": "int8"}, "--dtype must be auto, float32"),
         ({"device": "tpu"}, "--device must be"),
         ({"device": "cpu:1"}, "--device must be"),
+        *[({"device": device}, f"--device must be auto, cpu, cuda or cuda:N, got {device!r}") for device in MALFORMED],
         ({"device": "cuda:99"}, "--device cuda:99: torch sees"),
     ],
 )

@@ -25,7 +25,8 @@ from adapters.processors.stochastic import Mirostat
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
-from worker.engines.embedded.model import HfModel
+from worker.engines.embedded.kv_cache import KvStore
+from worker.engines.embedded.model import HfModel, updates
 from worker.engines.embedded.model.loading import load_model
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.chain_replay import CHANGED
@@ -546,6 +547,58 @@ def test_sleep_gives_the_memory_of_a_draft_model_back(tmp_path: Path) -> None:
     _fall_asleep(stepper, stepper.model, None)
     assert not any(bool(tensor.any()) for tensor in draft.model.kv_store.tensors)
     assert proposer.propose(tokens, 4).tokens == found
+
+
+async def test_an_update_that_a_gpu_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV cache takes nine tenths of what is free there; the weights stay what they were."""
+    decoder_shapes.write(tmp_path, "gpt2", 0)
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(tmp_path) as engine:
+        before = await ask(engine, "before", PROMPT, 4)
+        monkeypatch.setattr(updates, "network_of", refuse)
+        with pytest.raises(WeightsRefused, match=r"no memory for them beside .* a smaller --kv-cache-memory leaves"):
+            await weights_of(engine).update_weights(tmp_path, None, "keep")
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == before.tokens
+
+
+class NoGraphs:
+    """As much of CUDA graphs as a step asks for."""
+
+    def compute(self, batch: object) -> None:
+        return None
+
+
+async def test_it_wakes_with_memory_for_kv_or_sleeps_on(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs know where KV was, and end with the sleep."""
+    monkeypatch.setattr(HfModel, "_new_graphs", lambda model: NoGraphs())
+
+    def refuse(store: KvStore) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(sources[0]) as engine:
+        model = model_of(engine)
+        answer, captured = await ask(engine, "before", PROMPT, 4), model._graphs
+        assert captured is not None
+        await weights_of(engine).sleep(1)
+        assert model._graphs is None
+        with monkeypatch.context() as patch:
+            patch.setattr(KvStore, "take_back", refuse)
+            with pytest.raises(WrongState, match=r"cannot wake: no memory for its KV cache \(CUDA out of memory"):
+                await weights_of(engine).wake()
+        assert weights_of(engine).weights_state == "asleep"
+        await weights_of(engine).wake()
+        assert model._graphs not in (None, captured)
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+def model_of(engine: EmbeddedEngine) -> HfModel:
+    """The model of a running engine."""
+    assert engine._stepper is not None
+    assert isinstance(engine._stepper.model, HfModel)
+    return engine._stepper.model
 
 
 @pytest.mark.campaign

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -197,9 +198,9 @@ def resolve_device(device: str) -> torch.device:
     """The torch device that `device` names. Raises `StartupError` if it is unknown or absent."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+    if re.fullmatch("cpu|cuda(:(0|[1-9][0-9]*))?", device) is None:
         raise StartupError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    kind, _, index = device.partition(":")
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(index or 0) >= count:

@@ -89,7 +89,7 @@ class TritonStep(AttentionStep):
     ) -> torch.Tensor:
         keys, values = self._store.keys[layer], self._store.values[layer]
         if self._rows is None:
-            tokens = cuda.tile_tokens(query.shape[1], keys.shape[1], query.dtype)
+            tokens = cuda.tile_tokens(query, keys.shape[1])
             self._rows = _on_device(self._sequences, keys.shape[2], tokens, query.device)
         return cuda.attend(query, keys, values, self._rows, scale, window, softcap, sinks)
 

@@ -26,8 +26,9 @@ def sample_rows(
     )
     never = () if vocab_size is None else tuple(range(vocab_size, logits.shape[1]))
     sampler = Sampler(logits.shape[1], never)
-    with torch.inference_mode():
-        return sampler.sample(logits.to(torch.float32, copy=True), Edits(), Plan(requests, (), requests))
+    with torch.inference_mode():  # a copy, row by row in memory, as the sampler reads it
+        rows = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return sampler.sample(rows, Edits(), Plan(requests, (), requests))
 
 
 def check_sampling(

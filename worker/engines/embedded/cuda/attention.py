@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.engines.embedded.cuda.shared_memory import shared_bytes
+
 SPLIT = 128
 """Keys in a split."""
 
@@ -45,9 +47,16 @@ class Sequences:
     num_splits: int
 
 
-def tile_tokens(heads: int, kv_heads: int, dtype: torch.dtype) -> int:
-    """Tokens of a tile of several tokens."""
-    return max(1, (_ROWS_OF_FLOAT32 if dtype == torch.float32 else _ROWS) // (heads // kv_heads))
+def tile_tokens(query: torch.Tensor, kv_heads: int) -> int:
+    """Tokens of a tile of several tokens, of queries ``[T, H, D]``: as many as shared memory holds
+    beside the keys of a split.
+    """
+    _, heads, width = query.shape
+    rows = _ROWS_OF_FLOAT32 if query.dtype == torch.float32 else _ROWS
+    of_row = (_block(width) + SPLIT) * query.dtype.itemsize  # a query and its weights
+    while rows > 16 and split_bytes(width, query.dtype) + rows * of_row > shared_bytes(query.device):
+        rows //= 2
+    return max(1, rows // (heads // kv_heads))
 
 
 def split_bytes(width: int, dtype: torch.dtype) -> int:
@@ -349,6 +358,6 @@ def attend(
             **variant,
             **reading,
             HAS_SINKS=has_sinks,
-            BLOCK_M=max(16, triton.next_power_of_2(tile_tokens(heads, kv_heads, query.dtype) * group)),
+            BLOCK_M=max(16, triton.next_power_of_2(tile_tokens(query, kv_heads) * group)),
         )
     return result

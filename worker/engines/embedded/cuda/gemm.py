@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.engines.embedded.cuda.shared_memory import shared_bytes
+
 EPILOGUES = ("none", "silu", "gelu", "gelu_tanh", "relu", "add", "mul")
 """Functions of a sum before it is rounded; the last two are of it and another matrix."""
 
@@ -100,7 +102,7 @@ def multiply(
     x = x.contiguous()
     other = x if other is None else other.contiguous()
     y = torch.empty(rows, columns, device=x.device, dtype=torch.float32 if is_unrounded else x.dtype)
-    tile = _tile(rows, columns, x.dtype)
+    tile = _fitting(_tile(rows, columns, x.dtype), x.dtype, x.device)
     grid = (triton.cdiv(rows, tile["BLOCK_M"]), triton.cdiv(columns, tile["BLOCK_N"]))
     if rows:
         _gemm[grid](
@@ -138,3 +140,9 @@ def _tile(rows: int, columns: int, dtype: torch.dtype) -> dict[str, int]:
 def _tile_of(rows: int, columns: int, inner: int, num_warps: int, num_stages: int) -> dict[str, int]:
     blocks = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": inner}
     return {**blocks, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def _fitting(tile: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """`tile` in as many stages as shared memory holds; its sums are the same."""
+    of_stage = (tile["BLOCK_M"] + tile["BLOCK_N"]) * tile["BLOCK_K"] * dtype.itemsize
+    return {**tile, "num_stages": max(1, min(tile["num_stages"], shared_bytes(device) // of_stage))}

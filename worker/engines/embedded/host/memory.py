@@ -83,10 +83,14 @@ def _placed(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.
 
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the huge pages of tensors on a CPU back to the system; they read as zeros afterwards."""
+    """Give the huge pages of tensors on a CPU back to the system; they read as zeros afterwards.
+
+    Those on other devices, each in a storage of its own, have no memory until `take_back`.
+    """
     spans: list[list[int]] = []
     for tensor in tensors:
         if tensor.device.type != "cpu":
+            tensor.untyped_storage().resize_(0)
             continue
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if spans and 0 <= start - spans[-1][1] < ALIGNMENT_BYTES:  # the next one of a block
@@ -97,11 +101,29 @@ def give_back(tensors: Iterable[torch.Tensor]) -> None:
         advise(start, stop, MADV_DONTNEED)
 
 
+def take_back(tensors: Iterable[torch.Tensor]) -> None:
+    """Allocate the memory of tensors that have none since `give_back`; they read as zeros.
+
+    Raises:
+        RuntimeError: the memory is not there; they have none, still.
+    """
+    without = [tensor for tensor in tensors if tensor.nbytes and not tensor.untyped_storage().nbytes()]
+    try:
+        for tensor in without:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.zero_()
+    except RuntimeError:
+        give_back(without)
+        raise
+
+
 def give_back_freed() -> None:
-    """Give back to the system what malloc keeps of freed memory."""
+    """Give back to the system what malloc keeps of freed memory, and torch of a GPU's."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def keep_freed() -> None:

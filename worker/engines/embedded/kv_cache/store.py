@@ -98,10 +98,14 @@ class KvStore:
                     tensor[each.target, :, each.num_tokens :] = 0
 
     def give_back(self) -> None:
-        """Give the memory back to the system; every page reads as zeros afterwards."""
+        """Give the memory back to the system; `take_back` comes before the next step."""
         if self.ahead is not None:
             self.ahead.forget()
         memory.give_back(self.tensors)
+
+    def take_back(self) -> None:
+        """Have the memory again, all zeros. Raises `RuntimeError` if it is not there."""
+        memory.take_back(self.tensors)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

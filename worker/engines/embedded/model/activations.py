@@ -96,8 +96,10 @@ def activated(name: str, x: torch.Tensor) -> torch.Tensor:
 @cache
 def name_of(activation: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """The name of transformers' `activation`, told by its values, those of large numbers too, which
-    some clip; None if it is none of ours.
+    some clip; None if it is none of ours, as one with weights is.
     """
+    if isinstance(activation, torch.nn.Module) and next(activation.parameters(), None) is not None:
+        return None
     x = torch.cat((torch.linspace(-8.0, 8.0, 257), torch.tensor([-1e4, -100.0, -12.0, 12.0, 100.0, 1e4])))
     values = activation(x)
     return next((name for name in _FUNCTIONS if torch.allclose(activated(name, x), values, 1e-5, 1e-5)), None)

@@ -131,6 +131,7 @@ class DecodeGraphs:
                 graph = self._graphs[key] = _Graph(*key, self._store, self._compute, self._pool)
             except RuntimeError as error:  # a kernel that reads its results on the host, or no memory
                 self._is_usable = False
+                self._graphs.clear()  # with the memory of their results, of which there may be too little
                 logger.warning("decode steps run without CUDA graphs: %s", str(error).split("\n", 1)[0])
                 return None
             logger.info("captured a graph of %d rows over %d splits in %.2f s", *key, time.perf_counter() - started_s)

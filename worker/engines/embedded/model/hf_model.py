@@ -284,6 +284,16 @@ class HfModel:
         self._graphs = None
         del self._network
 
+    def give_kv_back(self) -> None:
+        """Give the memory of the KV store back; `take_kv_back` comes before the next step."""
+        self._graphs = None  # they read and write where it is, and hold results
+        self._store.give_back()
+
+    def take_kv_back(self) -> None:
+        """Have the memory of the KV store again. Raises `RuntimeError` if it is not there."""
+        self._store.take_back()
+        self._graphs = self._new_graphs()
+
     def _inexact(self) -> str | None:
         """The reason why numerics are not exact although GEMMs and attention are; None for none."""
         if self._network.foreign:

@@ -8,9 +8,11 @@ import importlib.util
 import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -130,8 +132,12 @@ def no_triton(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < _LEAST_CAPABILITY:
         return f"they need a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))}, not {major}.{minor}"
-    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
-        return "triton needs a C compiler, and there is none"
+    compilers = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")  # as triton looks for them
+    if not any(map(shutil.which, compilers)):
+        return f"triton needs a C compiler, and there is none: {' or '.join(compilers)}"
+    headers = sysconfig.get_path("include", "posix_prefix")
+    if not Path(headers, "Python.h").is_file():
+        return f"triton needs Python's header files, and there is no {headers}/Python.h"
     return None
 
 

@@ -169,8 +169,9 @@ def network_of(config: EmbeddedConfig, model: HfModel, weights: Mapping[str, Wei
     else:
         found = configuration(directory)
         network = checkpoint.filled_network(directory, found, model.dtype, weights.items(), keeps=True)
-    network = network.to(model.device).eval()
-    return checkpoint.packed(network, model.kernel_backend, model.context_length, config.context_length)
+    with launching_on(model.device):
+        network = network.to(model.device).eval()
+        return checkpoint.packed(network, model.kernel_backend, model.context_length, config.context_length)
 
 
 def _from_checkpoint(

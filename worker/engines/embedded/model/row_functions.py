@@ -141,7 +141,7 @@ class RowFunctions(TorchFunctionMode):
     ) -> Any:
         if len(shape) != 1:
             return NotImplemented
-        weight = torch.ones(shape[0]) if weight is None else weight.float()
+        weight = torch.ones(shape[0], device=x.device) if weight is None else weight.float()
         epsilon = torch.finfo(x.dtype).eps if eps is None else eps
         return self._kernels.rms_norm(x.float().contiguous(), weight, epsilon).to(x.dtype)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.model.checkpoint_files import read_settings
+from worker.engines.embedded.model.checkpoint_files import first_line, read_settings
 from worker.engines.embedded.model.hf_model import HfModel
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.loading import network_of
@@ -203,6 +203,9 @@ class ReloadedUpdates:
             return self._model.settled(network_of(self._config, self._model, weights))
         except (StartupError, ModelFileError) as error:
             raise WeightsRefused(str(error)) from None
+        except torch.OutOfMemoryError as error:
+            problem = f"a GPU has no memory for them beside those that compute ({first_line(error)})"
+            raise WeightsRefused(f"{problem}; a smaller --kv-cache-memory leaves more") from None
 
     def drop(self) -> None:
         """See `Updates.drop`."""

@@ -76,7 +76,7 @@ class LogitsCollector:
         followed = self._prompt[self._num_seen + 1 : self._num_seen + 1 + len(rows)]  # the last token is not followed
         for start in range(0, len(followed), _ROWS_AT_ONCE):
             tokens = followed[start : start + _ROWS_AT_ONCE]
-            part = rows[start : start + len(tokens)].float()
+            part = rows[start : start + len(tokens)].to("cpu", torch.float32)  # whose bits those of answers are
             self._logprobs += token_logprobs(part, tokens, [self._top_n] * len(tokens), self._never)
 
     @property

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -264,7 +264,7 @@ class _Sampling:
         self.distributions: dict[int, torch.Tensor] = {}
 
     def sample(self, group: Group) -> None:
-        if not group.is_truncated and self._is_on_device:
+        if not group.is_truncated and _weighs(self._logits.device):
             self._sample_on_device(group)
             return
         if not group.width or group.is_wide:
@@ -307,7 +307,7 @@ class _Sampling:
         """
         sure = mass_among(found.values, found.weights).tolist()
         done: set[int] = set()
-        totals = self._totals_on_device(group, found) if self._is_on_device else None
+        totals = self._totals_on_device(group, found) if _weighs(self._logits.device) else None
         for index, complete in enumerate(found.complete[:, 0].tolist()):
             if complete:
                 continue
@@ -401,3 +401,13 @@ class _Sampling:
         if ids is not None:
             weights = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
         self.distributions[row] = logarithms(weights, self._bits)
+
+
+@cache
+def _weighs(device: torch.device) -> bool:
+    """Whether whole rows are weighed on `device`, by Triton's kernels; else they are copied."""
+    if device.type != "cuda":
+        return False
+    from worker.engines.embedded.model.kernels import no_triton  # which no sampler on a CPU needs
+
+    return no_triton(device) is None

@@ -16,6 +16,7 @@ from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model import HfModel, reload_network
+from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.model.stored_weights import Weight, read_weights
 from worker.engines.embedded.model.updates import updates_of
@@ -169,6 +170,7 @@ class WeightControl:
         async with self._exclusive():
             if not self._level:
                 raise WrongState("the engine does not sleep")
+            await self._call(lambda stepper: _wake_up(stepper, self._model))
             if not self._model.has_network and not self._version.number:
                 network = await asyncio.to_thread(self._reloaded)
                 if network is not None:
@@ -277,9 +279,23 @@ def _stop_computing(stepper: Stepper) -> None:
 
 def _fall_asleep(stepper: Stepper, model: HfModel, drop: Callable[[], None] | None) -> None:
     stepper.drop_kv()
-    model.kv_store.give_back()
-    if stepper.draft_model is not None and isinstance(stepper.draft_model.model, HfModel):
+    if stepper.draft_model is not None:
         stepper.draft_model.drop_drafts()
-        stepper.draft_model.model.kv_store.give_back()
+    for each in _models(stepper, model):
+        each.give_kv_back()
     if drop is not None:
         drop()
+
+
+def _wake_up(stepper: Stepper, model: HfModel) -> None:
+    try:
+        for each in _models(stepper, model):
+            each.take_kv_back()
+    except RuntimeError as error:
+        raise WrongState(f"the engine cannot wake: no memory for its KV cache ({first_line(error)})") from error
+
+
+def _models(stepper: Stepper, model: HfModel) -> list[HfModel]:
+    """The model, and the draft model if there is one."""
+    draft = None if stepper.draft_model is None else stepper.draft_model.model
+    return [model, draft] if isinstance(draft, HfModel) else [model]
