@@ -21,7 +21,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from e2e_stack import Process, http, wait_for
-from manifest_files import FOLDER, REPOSITORY
+from manifest_files import FOLDER, REPOSITORY, claims_named_twice
 from nats.errors import Error as NatsError
 from ports import free_port
 from servers import NatsServer
@@ -166,6 +166,7 @@ def test_the_pod_is_confined(name: str) -> None:
     claims = [claim["metadata"]["name"] for claim in of_kind("StatefulSet")["dlw-nats"]["spec"]["volumeClaimTemplates"]]
     volumes = {volume["name"] for volume in spec["volumes"]} | ({*claims} if name == "dlw-nats" else set())
     assert {mount["name"] for mount in main["volumeMounts"]} == volumes
+    assert claims_named_twice(spec) == set()
 
 
 def test_policies_and_budgets_and_the_scrape_select_the_pods() -> None:

@@ -170,16 +170,12 @@ podTemplate:
           - {name: models, mountPath: /models, readOnly: true}
           - {name: tmp, mountPath: /tmp}
           {{- if $embedded }}
-          - {name: packed, mountPath: /packed, subPath: .packed}
+          # What a start leaves for the next one. The same volume: a pod that has a claim in two does not start.
+          - {name: models, mountPath: /packed, subPath: .packed}
           {{- end }}
     volumes:
       - name: models
-        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}, readOnly: true}
+        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}{{ if not $embedded }}, readOnly: true{{ end }}}
       - name: tmp
         emptyDir: {sizeLimit: {{ $embedded | ternary "2Gi" "16Gi" }}}
-      {{- if $embedded }}
-      # What a start leaves for the next one, of all checkpoints.
-      - name: packed
-        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}}
-      {{- end }}
 {{- end }}
