@@ -206,7 +206,8 @@ def test_workers_are_scaled_by_their_queues() -> None:
     assert scaled.keys() == {*WORKERS}
     (trigger,) = scaled["dlw-worker"]["triggers"]
     query = trigger["metadata"]["query"]
-    assert query == 'sum(dlw_waiting_requests{pod=~"dlw-worker-.*"})'
+    (namespace,) = {each["metadata"]["namespace"] for each in of_kind("Deployment").values()}
+    assert query == f'sum(dlw_waiting_requests{{namespace="{namespace}",pod=~"dlw-worker-.*"}})'  # no other's
     documented = (REPOSITORY / "docs" / "metrics.md").read_text()
     assert "| `dlw_waiting_requests` | gauge |" in documented
     arguments = arguments_of("dlw-batch-worker")
