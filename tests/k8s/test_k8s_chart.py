@@ -121,7 +121,9 @@ REPLACED = {
     "--kv-transfer-devices": "all",
     "--enable-kv-routing": "true",
 }
-"""Options of workers that values give in place of the chart's own, or of one that contradicts them."""
+"""Options of workers that values give in place of the chart's own, or of one that contradicts
+them.
+"""
 
 OF_VALUES = {
     "--engine": ("constant", "engine"),

@@ -30,6 +30,7 @@ from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import SECRET, take_seal
 from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.routes import ROUTES
+from worker.frontdoor.server import LAST_S
 from worker.frontdoor.upstreams import Upstream
 from worker.installation import SHUTDOWN_LIMIT, allow_drain
 
@@ -78,7 +79,9 @@ def test_the_front_door_is_what_others_reach(component: Component) -> None:
     """The operator's Service leads to port 8000; no probe could reach the frontend's own."""
     options = door_options(component)
     assert (options.host, options.port) == ("0.0.0.0", 8000)
-    assert options.drain_timeout_s < component.pod["terminationGracePeriodSeconds"]
+    hooks = [part["lifecycle"]["preStop"]["exec"]["command"] for part in (component.main, component.door)]
+    assert hooks == [["sleep", "5"]] * 2  # neither takes requests after its signal
+    assert int(hooks[0][1]) + options.drain_timeout_s + LAST_S < component.pod["terminationGracePeriodSeconds"]
     assert component.door["image"] == component.main["image"]
     probes = [part[name] for part in (component.main, component.door) for name in part if name.endswith("Probe")]
     assert len(probes) == 6
