@@ -46,7 +46,7 @@ choose_dynamo_python() {
     if [[ -z $venv ]]; then
         ! has_sidecar "$python" || return 0
         venv=$repository/.venv-dynamo-1.6.1
-        "$repository/scripts/install" --dynamo 1.6.1
+        run_aside "$repository/scripts/install" --dynamo 1.6.1 || exit
     fi
     dynamo_python=$(realpath -s "$venv")/bin/python
     has_sidecar "$dynamo_python" || fail "no dynamo.trtllm.sidecar in $venv; it needs ai-dynamo 1.6.1 or newer"
