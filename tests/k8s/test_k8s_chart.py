@@ -131,7 +131,9 @@ OF_VALUES = {
     "--disaggregation-mode": ("decode", "disaggregated"),
     "--drain-timeout-s": ("90", "workers.drainTimeoutSeconds"),
 }
-"""Those that have values of their own, which more than the command line follows: a text, and the value's name."""
+"""Those that have values of their own, which more than the command line follows: a text, and the
+name of the value.
+"""
 
 
 def variable(flag: str) -> str:
@@ -293,7 +295,7 @@ def test_a_frontend_goes_with_its_front_door(rendered: dict[str, dict[str, str] 
 @pytest.mark.parametrize("flag", REPLACED)
 @pytest.mark.parametrize("way", ["argument", "variable"])
 def test_what_values_give_a_worker_counts(rendered: dict[str, dict[str, str] | str], flag: str, way: str) -> None:
-    """The worker refuses an option that is given twice, and sizes of its KV cache that contradict each other."""
+    """The worker refuses an option that is given twice, and two sizes of its KV cache."""
     (graph,) = resources(rendered, f"{flag} as {'an' if way == 'argument' else 'a'} {way}")
     (option,) = (one for one in OPTIONS if one.flag == flag)
     for fields in graph["spec"]["components"][1:]:
