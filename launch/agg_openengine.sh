@@ -91,6 +91,9 @@ start_without_dynamo() {
     check_number MAX_RESTARTS 0 99
     check_http_port
     [[ -z ${GRPC_PORT:-} ]] || check_port GRPC_PORT 127.0.0.1
+    for ((number = 1; ${GRPC_PORT:-0} && number < WORKERS; number++)); do # others' workers would be asked there
+        (GRPC_PORT=$((GRPC_PORT + number)) && check_port GRPC_PORT 127.0.0.1) || exit
+    done
     prepare_environment openengine
     prepare_runtime
     prepare_model
