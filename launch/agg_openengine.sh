@@ -46,7 +46,7 @@ choose_dynamo_python() {
     if [[ -z $venv ]]; then
         ! has_sidecar "$python" || return 0
         venv=$repository/.venv-dynamo-1.6.1
-        "$repository/scripts/install" --dynamo 1.6.1
+        run_aside "$repository/scripts/install" --dynamo 1.6.1 || exit
     fi
     dynamo_python=$(realpath -s "$venv")/bin/python
     has_sidecar "$dynamo_python" || fail "no dynamo.trtllm.sidecar in $venv; it needs ai-dynamo 1.6.1 or newer"
@@ -91,6 +91,9 @@ start_without_dynamo() {
     check_number MAX_RESTARTS 0 99
     check_http_port
     [[ -z ${GRPC_PORT:-} ]] || check_port GRPC_PORT 127.0.0.1
+    for ((number = 1; ${GRPC_PORT:-0} && number < WORKERS; number++)); do # others' workers would be asked there
+        (GRPC_PORT=$((GRPC_PORT + number)) && check_port GRPC_PORT 127.0.0.1) || exit
+    done
     prepare_environment openengine
     prepare_runtime
     prepare_model

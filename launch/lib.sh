@@ -383,14 +383,17 @@ clean_up() {
 }
 
 # Sets stop_timeout_s, the seconds after which a process that is told to end is killed: more than worker and front door
-# give their requests, who else would lose them.
+# give their requests, who else would lose them, and than a worker waits before and after that.
 choose_stop_timeout() {
-    local seconds
+    local seconds name
     stop_timeout_s=135
     for seconds in "$(given_option --drain-timeout-s WORKER_DRAIN_TIMEOUT_S 30)" "${FRONT_DOOR_DRAIN_TIMEOUT_S:-120}"; do
         [[ $seconds =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] || continue # that is refused, by whom it is for
         seconds=$((10#${seconds%.*} + 15))
         ((seconds <= stop_timeout_s)) || stop_timeout_s=$seconds
+    done
+    for name in DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS DYN_PREFILL_DRAIN_TIMEOUT_S; do
+        [[ ! ${!name:-} =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] || stop_timeout_s=$((stop_timeout_s + 10#${!name%.*} + 1))
     done
 }
 

@@ -57,7 +57,7 @@ cat <<TEXT
 
 $launch_name: ready. $served_model answers at $shown_url; Ctrl-C stops it. Try:
 
-$python $repository/examples/nats_client.py "What is the capital of France?" --model "$served_model" --url $given_url
+$(printf '%q ' "$python" "$repository/examples/nats_client.py")"What is the capital of France?" --model "$served_model" --url $given_url
 
 TEXT
 watch

@@ -333,8 +333,9 @@ def show(state: Fetching, threads: Sequence[threading.Thread]) -> None:
 def forget_unused(wheels: Path) -> None:
     """Removes files that no installation has used for `UNUSED_S`."""
     for path in wheels.iterdir():
-        if path.stat().st_mtime < time.time() - UNUSED_S:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another installation has renamed it, or removed it
+            if path.stat().st_mtime < time.time() - UNUSED_S:
+                path.unlink()
 
 
 def fail(log: Path, status: int) -> int:

@@ -46,7 +46,8 @@ def free_ports(number: int) -> list[int]:
 
 def environ_in(directory: Path) -> dict[str, str]:
     """Everything on loopback, all state in ``directory``, and packages from this Python alone."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "DYNAMO_", "WORKER_"))}
+    ours = ("DYN_", "DYNAMO_", "FRONT_DOOR_", "WORKER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {
         **kept,
         "HOME": str(directory),

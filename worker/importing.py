@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
@@ -20,10 +21,17 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, uses_torch: bool 
         environ: The environment.
         uses_torch: Whether it is sure to use torch; a process that is not imports it at its use.
     """
+    if os.getpid() == 1:  # in a container, where a signal that nothing handles yet is lost
+        signal.signal(signal.SIGTERM, _end)
     lean_torch.install()
     if not uses_torch:
         torch_at_use.install()
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def _end(number: int, _frame: object) -> None:
+    """End this process as a signal ends one that does not handle it."""
+    os._exit(128 + number)
 
 
 @contextmanager

@@ -62,8 +62,6 @@ def check_firing(directory: Path, series: dict[str, str], expected: dict[str, se
         series: Values of series, in promtool's notation, one each 15 s.
         expected: Names of the alerts that fire, by the time since the first values.
     """
-    manifest = yaml.safe_load((REPOSITORY / "k8s/monitoring/alerts.yaml").read_text())
-    (directory / "rules.yml").write_text(yaml.safe_dump({"groups": manifest["spec"]["groups"]}))
     firing = 'count by (alertname) (ALERTS{alertstate="firing",alertname!="DlwNoWorker"})'
     checks = [
         {
@@ -73,6 +71,19 @@ def check_firing(directory: Path, series: dict[str, str], expected: dict[str, se
         }
         for at, names in expected.items()
     ]
+    check_samples(directory, series, checks)
+
+
+def check_samples(directory: Path, series: dict[str, str], checks: list[dict[str, Any]]) -> None:
+    """Fails unless expressions have the expected samples, by promtool's clock.
+
+    Args:
+        directory: Folder for files.
+        series: As of `check_firing`.
+        checks: Expressions, times and samples, as promtool reads them.
+    """
+    manifest = yaml.safe_load((REPOSITORY / "k8s/monitoring/alerts.yaml").read_text())
+    (directory / "rules.yml").write_text(yaml.safe_dump({"groups": manifest["spec"]["groups"]}))
     inputs = [{"series": name, "values": values} for name, values in series.items()]
     one = {"interval": "15s", "input_series": inputs, "promql_expr_test": checks}
     test = {"rule_files": ["rules.yml"], "evaluation_interval": "15s", "tests": [one]}

@@ -19,7 +19,7 @@ from e2e_stack import MODEL, REPOSITORY, Stack, asking, http, wait_for
 from endpoints import Endpoint, tokens
 from ports import free_port
 from processor_requests import PATIENT, of, with_third_parties
-from prometheus_server import Prometheus, check_firing, running_prometheus
+from prometheus_server import Prometheus, check_firing, check_samples, running_prometheus
 
 from adapters.client import processor
 
@@ -216,6 +216,21 @@ def test_a_drain_that_does_not_end(stack: Stack, prometheus: Prometheus) -> None
         worker.end()
         prometheus.scrape(stack.start_worker(*CPU))
         prometheus.wait_clears("DlwDrainLong")
+
+
+def test_the_ratios_of_the_document_are_numbers(tmp_path: Path) -> None:
+    """Series of different labels have no ratio unless it says which of them to leave out."""
+    text = (REPOSITORY / "docs/metrics.md").read_text()
+    ratios = re.findall(r"`([^`]* / [^`]*)`", text[text.index("Useful ratios:") :].partition("\n\n")[0])
+    labels = 'instance="1:9090",pod="a"'
+    rates = {"cached": 15, "prompt": 60}
+    series = {f'dlw_tokens_total{{kind="{kind}",{labels}}}': f"0+{rate}x40" for kind, rate in rates.items()}
+    series |= {f"dlw_kv_{kind}_blocks{{{labels}}}": f"{n}x40" for kind, n in (("used", 50), ("total", 100))}
+    checks = [
+        {"expr": ratio, "eval_time": "8m", "exp_samples": [{"labels": f"{{{labels}}}", "value": value}]}
+        for ratio, value in zip(ratios, (0.25, 0.5), strict=True)
+    ]
+    check_samples(tmp_path, series, checks)
 
 
 def test_every_alert_is_here_and_in_the_runbook() -> None:

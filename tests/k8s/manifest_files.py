@@ -102,3 +102,9 @@ def components(*types: str) -> list[Component]:
         spec = load_graph(name)["spec"]
         found += [Component(name, fields, spec["env"]) for fields in spec["components"] if fields["type"] in types]
     return found
+
+
+def claims_named_twice(pod: dict[str, Any]) -> set[str]:
+    """Names of the claims that more than one volume of a pod has."""
+    given = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each]
+    return {name for name in given if given.count(name) > 1}

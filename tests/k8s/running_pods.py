@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,7 +137,8 @@ class RunningContainer:
         assert self.process.running, self.process.log
 
     def end(self) -> int:
-        """End it as kubelet does; its exit status, that of SIGKILL after the grace period.
+        """End it as kubelet does, after its hook; its exit status, that of SIGKILL after the grace
+        period.
 
         Raises:
             AssertionError: it would have been killed before, by a probe or for its memory.
@@ -146,9 +148,13 @@ class RunningContainer:
         assert peak <= num_bytes(self._resources["memory"]), f"{peak} bytes, with limits {self._resources}"
         self._stop_probes()
         assert not self.verdict
+        deadline_s = time.monotonic() + self._grace_s
+        hook = self._container.get("lifecycle", {}).get("preStop")
+        if hook is not None:
+            subprocess.run(hook["exec"]["command"], timeout=self._grace_s, check=True)
         self.process.signal(signal.SIGTERM)
         try:
-            return self.process.wait(self._grace_s)
+            return self.process.wait(deadline_s - time.monotonic())
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
         finally:

@@ -16,8 +16,9 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from manifest_files import FOLDER, GPU_ENGINES, GRAPHS, load_graph, load_schema
+from manifest_files import FOLDER, GPU_ENGINES, GRAPHS, Component, load_graph, load_schema
 
+from worker.arguments import OPTIONS, parse_arguments
 from worker.frontdoor.options import parse_options
 
 CHART = FOLDER / "chart"
@@ -82,6 +83,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dlw-agg",
         {"frontDoor": {"args": ["--body-limit-mib", "8", "--drain-timeout-s=40"]}},
     ),
+    "a door's long drain": (
+        "dlw-agg",
+        {
+            "frontDoor": {
+                "args": ["--host", "::", "--", "--drain-timeout-s", "300"],  # the last one is a worker's
+                "env": [
+                    {"name": "FRONT_DOOR_DRAIN_TIMEOUT_S", "value": "90.5"},
+                    {"name": "FRONT_DOOR_BODY_LIMIT_MIB", "value": "30"},
+                    {"name": "HOME", "value": "/tmp/door"},
+                ],
+            }
+        },
+    ),
+    "a frontend's own limit": ("dlw-agg", {"frontend": {"env": [{"name": "DYN_HTTP_BODY_LIMIT_MB", "value": "9"}]}}),
     "a long drain": ("pair", {"disaggregated": True, "workers": {"drainTimeoutSeconds": 300}}),
     "names that YAML would read as something else": (
         "123",
@@ -93,10 +108,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "autoscaling": {"enabled": True, "kind": "hpa"},
         },
     ),
+    "a release with a dot": ("my.release", {}),
+    "a release with a dot and a name": ("my.release", {"name": "my-release"}),
     "operated disagg": ("pair", {"disaggregated": True, "operations": {"enabled": True, "prometheusNamespace": "obs"}}),
 }
 
+REPLACED = {
+    "--packed-copy": "off",
+    "--device": "auto",
+    "--kv-blocks": "4096",
+    "--kv-cache-memory": "8GiB",
+    "--kv-transfer-devices": "all",
+    "--enable-kv-routing": "true",
+}
+"""Options of workers that values give in place of the chart's own, or of one that contradicts
+them.
+"""
+
+OF_VALUES = {
+    "--engine": ("constant", "engine"),
+    "--model-path": ("/models/other", "model.path"),
+    "--disaggregation-mode": ("decode", "disaggregated"),
+    "--drain-timeout-s": ("90", "workers.drainTimeoutSeconds"),
+}
+"""Those that have values of their own, which more than the command line follows: a text, and the
+name of the value.
+"""
+
+
+def variable(flag: str) -> str:
+    (option,) = (one for one in OPTIONS if one.flag == flag)
+    return option.env
+
+
+PAIR: dict[str, Any] = {"disaggregated": True}
+for _flag, _text in REPLACED.items():
+    CASES[f"{_flag} as an argument"] = ("pair", PAIR | {"workers": {"args": [f"{_flag}={_text}"]}})
+    CASES[f"{_flag} as a variable"] = (
+        "pair",
+        PAIR | {"workers": {"env": [{"name": variable(_flag), "value": _text}]}},
+    )
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"{flag} as an argument": ({"workers": {"args": [flag, text]}}, f"{flag} is given by the value {value} alone")
+        for flag, (text, value) in OF_VALUES.items()
+    },
+    **{
+        f"{flag} as a variable": (
+            {"workers": {"env": [{"name": variable(flag), "value": text}]}},
+            f"{flag} is given by the value {value} alone",
+        )
+        for flag, (text, value) in OF_VALUES.items()
+    },
+    "another port of a door": ({"frontDoor": {"args": ["--port", "9000"]}}, "--port is the chart's own"),
+    "another system port": (
+        {"workers": {"env": [{"name": "DYN_SYSTEM_PORT", "value": "8081"}]}},
+        "DYN_SYSTEM_PORT is the chart's own",
+    ),
     "a misspelt name": ({"wokers": {}}, "wokers"),
     "a misspelt name inside": ({"workers": {"replica": 2}}, "replica"),
     "another engine": ({"engine": "sglang"}, "engine"),
@@ -204,6 +273,44 @@ def test_a_front_door_has_its_options_once(rendered: dict[str, dict[str, str] | 
     assert (options.body_limit_mib, options.drain_timeout_s, options.port) == (8, 40.0, 8000)
 
 
+def test_a_frontend_goes_with_its_front_door(rendered: dict[str, dict[str, str] | str]) -> None:
+    """Its limit of bodies, and the pod's time, are those that the values give the front door."""
+    expected = {
+        "a door's own options": ("9", 60, 40.0, "0.0.0.0"),
+        "a door's long drain": ("31", 101, 90.5, "::"),
+        "a frontend's own limit": ("9", 60, 50.0, "0.0.0.0"),
+    }
+    for case, (limit, grace_s, drain_s, host) in expected.items():
+        (graph,) = resources(rendered, case)
+        frontend = Component("agg", graph["spec"]["components"][0], graph["spec"]["env"])
+        environ = {each["name"]: each["value"] for each in frontend.door["env"]}
+        assert len(environ) == len(frontend.door["env"])
+        options = parse_options(frontend.door["args"], environ)
+        assert frontend.main["env"] == [{"name": "DYN_HTTP_BODY_LIMIT_MB", "value": limit}]
+        assert frontend.pod["terminationGracePeriodSeconds"] == grace_s
+        assert (options.drain_timeout_s, options.host) == (drain_s, host)
+        assert options.body_limit_mib < int(limit)
+
+
+@pytest.mark.parametrize("flag", REPLACED)
+@pytest.mark.parametrize("way", ["argument", "variable"])
+def test_what_values_give_a_worker_counts(rendered: dict[str, dict[str, str] | str], flag: str, way: str) -> None:
+    """The worker refuses an option that is given twice, and two sizes of its KV cache."""
+    (graph,) = resources(rendered, f"{flag} as {'an' if way == 'argument' else 'a'} {way}")
+    (option,) = (one for one in OPTIONS if one.flag == flag)
+    for fields in graph["spec"]["components"][1:]:
+        worker = Component("disagg", fields, graph["spec"]["env"])
+        arguments = parse_arguments(worker.main["args"], worker.environ)
+        assert getattr(arguments, option.name) == option.read(REPLACED[flag], flag)
+
+
+def test_every_option_of_a_worker_is_replaced_or_refused(rendered: dict[str, dict[str, str] | str]) -> None:
+    (graph,) = resources(rendered, "a long drain")
+    for fields in graph["spec"]["components"][1:]:
+        given = {word for word in fields["podTemplate"]["spec"]["containers"][0]["args"] if word.startswith("--")}
+        assert given <= {*REPLACED, *OF_VALUES}
+
+
 def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, dict[str, str] | str]) -> None:
     """And as much beyond it as with the drain of the manifests, which is 30 s."""
     (longer,), (plain,) = resources(rendered, "a long drain"), resources(rendered, "disagg")
@@ -260,6 +367,13 @@ def test_values_that_mean_nothing_are_refused(rendered: dict[str, dict[str, str]
     reason = rendered[case]
     assert isinstance(reason, str), "it was rendered"
     assert REFUSED[case][1] in reason
+
+
+def test_a_name_is_one_of_a_service(rendered: dict[str, dict[str, str] | str]) -> None:
+    """Helm takes releases with dots, and the operator names Services after the graph."""
+    assert "name: must have no dots" in str(rendered["a release with a dot"])
+    (graph,) = resources(rendered, "a release with a dot and a name")
+    assert graph["metadata"]["name"] == "my-release"
 
 
 def test_every_value_has_its_default() -> None:

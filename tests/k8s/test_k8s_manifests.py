@@ -14,12 +14,23 @@ import yaml
 from dynamo.frontend.main import parse_args as parse_frontend_arguments
 from image_files import PROJECT
 from kubernetes_fields import problems
-from manifest_files import FOLDER, GRAPHS, REPOSITORY, SECRETS, WORKERS, Component, components, load_graph
+from manifest_files import (
+    FOLDER,
+    GRAPHS,
+    REPOSITORY,
+    SECRETS,
+    WORKERS,
+    Component,
+    claims_named_twice,
+    components,
+    load_graph,
+)
 
 from worker.arguments import Arguments, parse_arguments
 from worker.disaggregation.seal import SECRET, take_seal
 from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.routes import ROUTES
+from worker.frontdoor.server import LAST_S
 from worker.frontdoor.upstreams import Upstream
 from worker.installation import SHUTDOWN_LIMIT, allow_drain
 
@@ -68,7 +79,9 @@ def test_the_front_door_is_what_others_reach(component: Component) -> None:
     """The operator's Service leads to port 8000; no probe could reach the frontend's own."""
     options = door_options(component)
     assert (options.host, options.port) == ("0.0.0.0", 8000)
-    assert options.drain_timeout_s < component.pod["terminationGracePeriodSeconds"]
+    hooks = [part["lifecycle"]["preStop"]["exec"]["command"] for part in (component.main, component.door)]
+    assert hooks == [["sleep", "5"]] * 2  # neither takes requests after its signal
+    assert int(hooks[0][1]) + options.drain_timeout_s + LAST_S < component.pod["terminationGracePeriodSeconds"]
     assert component.door["image"] == component.main["image"]
     probes = [part[name] for part in (component.main, component.door) for name in part if name.endswith("Probe")]
     assert len(probes) == 6
@@ -137,13 +150,21 @@ def test_replicas_are_spread_over_nodes(component: Component) -> None:
 @each_component
 def test_what_is_mounted_is_there(component: Component) -> None:
     mounted = [mounts(container) for container in component.pod["containers"]]
-    assert set().union(*mounted) == {volume["name"] for volume in component.pod["volumes"]}
+    names = {mount["name"] for each in mounted for mount in each.values()}
+    assert names == {volume["name"] for volume in component.pod["volumes"]}
     assert component.environ["HOME"] == "/tmp"
-    assert {each["tmp"]["mountPath"] for each in mounted} == {"/tmp"}
+    assert {each["/tmp"]["name"] for each in mounted} == {"tmp"}
 
 
 def mounts(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {mount["name"]: mount for mount in container["volumeMounts"]}
+    """By where they are."""
+    return {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+
+
+@each_component
+def test_a_pod_has_a_claim_in_one_volume(component: Component) -> None:
+    """Kubelet mounts a claim once for each pod: one that has it in two volumes never starts."""
+    assert claims_named_twice(component.pod) == set()
 
 
 @each_worker
@@ -153,12 +174,12 @@ def test_the_worker_and_the_front_door_read_the_same_model(component: Component)
     model = door_options(frontend).model_path
     assert model == worker_arguments(component).model_path
     for part, container in ((component, component.main), (frontend, frontend.door)):
-        mount = mounts(container)["models"]
-        assert Path(mount["mountPath"]) == Path(str(model)).parent
+        mount = mounts(container)[str(Path(str(model)).parent)]
+        assert mount["name"] == "models"
         assert mount["readOnly"] is True
         (claim,) = (one["persistentVolumeClaim"] for one in part.pod["volumes"] if one["name"] == "models")
         assert claim["claimName"] == models()[0]["metadata"]["name"]
-    assert mounts(component.main)["models"] == mounts(frontend.door)["models"]
+    assert mounts(component.main)["/models"] == mounts(frontend.door)["/models"]
 
 
 @each_component

@@ -21,7 +21,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from e2e_stack import Process, http, wait_for
-from manifest_files import FOLDER, REPOSITORY
+from manifest_files import FOLDER, REPOSITORY, claims_named_twice
 from nats.errors import Error as NatsError
 from ports import free_port
 from servers import NatsServer
@@ -166,6 +166,7 @@ def test_the_pod_is_confined(name: str) -> None:
     claims = [claim["metadata"]["name"] for claim in of_kind("StatefulSet")["dlw-nats"]["spec"]["volumeClaimTemplates"]]
     volumes = {volume["name"] for volume in spec["volumes"]} | ({*claims} if name == "dlw-nats" else set())
     assert {mount["name"] for mount in main["volumeMounts"]} == volumes
+    assert claims_named_twice(spec) == set()
 
 
 def test_policies_and_budgets_and_the_scrape_select_the_pods() -> None:
@@ -205,7 +206,8 @@ def test_workers_are_scaled_by_their_queues() -> None:
     assert scaled.keys() == {*WORKERS}
     (trigger,) = scaled["dlw-worker"]["triggers"]
     query = trigger["metadata"]["query"]
-    assert query == 'sum(dlw_waiting_requests{pod=~"dlw-worker-.*"})'
+    (namespace,) = {each["metadata"]["namespace"] for each in of_kind("Deployment").values()}
+    assert query == f'sum(dlw_waiting_requests{{namespace="{namespace}",pod=~"dlw-worker-.*"}})'  # no other's
     documented = (REPOSITORY / "docs" / "metrics.md").read_text()
     assert "| `dlw_waiting_requests` | gauge |" in documented
     arguments = arguments_of("dlw-batch-worker")

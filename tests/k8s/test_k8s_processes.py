@@ -4,11 +4,14 @@ probes, answer the smoke test, stay below their limits, and end within their gra
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,34 @@ def test_the_pods_of_a_graph_pass_the_smoke_test(stack: Stack, graph: str) -> No
         assert http(f"{stack.url}/v1/chat/completions", {**body, "suffix": "a"})[0] == 400
         workers = pods[1 - len(parts) :]  # the frontend's pod, which comes first, has two containers
         assert [pod.end() for pod in workers] == [0] * len(workers)
+
+
+def test_a_frontend_that_leaves_loses_no_answer(stack: Stack) -> None:
+    """Neither one that is begun, nor one that comes before every node knows that the pod leaves."""
+    (part,) = (part for part in components("frontend") if part.graph == "agg")
+    options = ("--engine", "constant", "--constant-step-s", "0.1")
+    worker = stack.start_worker(*options, wait=False, DYN_NAMESPACE=part.environ["DYN_NAMESPACE"])
+    with ExitStack() as running, ThreadPoolExecutor(2) as pool:
+        pods = [running.enter_context(closing(run(stack, part, each))) for each in part.pod["containers"]]
+        for pod in pods:
+            pod.await_ready(START_S)
+        stack.wait_endpoint(worker)
+        url, body = f"{stack.url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 1}
+        wait_for(lambda: '"tiny"' in http(f"{stack.url}/v1/models")[1], "model")
+        wait_for(lambda: http(url, body)[0] == 200, "an answer")
+        long = {**body, "max_tokens": 80, "ignore_eos": True, "stream": True}
+        with urllib.request.urlopen(json_request(url, long), timeout=30) as stream:
+            stream.readline()
+            ends = [pool.submit(pod.end) for pod in pods]
+            time.sleep(1)
+            late = http(url, body)
+            assert late[0] == 200, late
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert [end.result() for end in ends] == [0, 0]
+
+
+def json_request(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    return urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
 
 
 def answered(stack: Stack, body: dict[str, Any]) -> str | None:

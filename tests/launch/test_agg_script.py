@@ -225,6 +225,8 @@ def sourced(program: str, *arguments: str, **variables: str) -> subprocess.Compl
         ((), {"WORKER_DRAIN_TIMEOUT_S": "600"}, 615),
         ((), {"FRONT_DOOR_DRAIN_TIMEOUT_S": "200"}, 215),
         (("--drain-timeout-s", "ten"), {}, 135),
+        ((), {"WORKER_DRAIN_TIMEOUT_S": "600", "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "30"}, 646),
+        ((), {"DYN_PREFILL_DRAIN_TIMEOUT_S": "90.5", "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "soon"}, 226),
     ],
 )
 def test_a_worker_has_the_time_of_its_drain(arguments: Any, variables: dict[str, str], seconds: int) -> None:

@@ -28,10 +28,13 @@ def test_requests_and_a_batch(tmp_path: Path) -> None:
     (tmp_path / "batch.jsonl").write_text(
         json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 3}})
     )
-    with launched(tmp_path, "--device", "cpu", variables={"NATS_PORT": str(free_port())}, script="nats.sh") as script:
+    (tmp_path / "an environment").symlink_to(sys.prefix)
+    variables = {"NATS_PORT": str(free_port()), "DLW_VENV": str(tmp_path / "an environment")}
+    with launched(tmp_path, "--device", "cpu", variables=variables, script="nats.sh") as script:
         script.wait_until_ready()
-        where = ["--url", script.url, "--model", script.model]
-        assert run(str(REPOSITORY / "examples/nats_client.py"), "Hello", *where, "--max-tokens", "8").strip()
+        printed = f"{script.read_until('nats_client.py').strip()} --max-tokens 8"
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        assert subprocess.run(["bash", "-c", printed], check=True, capture_output=True, env=environment).stdout.strip()
         there = ["--nats-url", script.url]
         batch = run("-m", BATCH, "submit", str(tmp_path / "batch.jsonl"), "--model", script.model, *there).strip()
         run("-m", BATCH, "status", batch, "--watch", *there)

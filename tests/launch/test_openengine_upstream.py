@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from launched_script import is_loopback, launched
+from ports import free_port
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FORCED = {"logits_processors": [{"name": "forced_prefix", "args": {"text": "Yes"}}]}
@@ -55,10 +57,24 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         ({"UPSTREAM": "grpc", "WORKERS": "0"}, "WORKERS must be a number from 1 to 99, got '0'"),
         ({"UPSTREAM": "grpc", "MAX_RESTARTS": "x"}, "MAX_RESTARTS must be a number from 0 to 99, got 'x'"),
         ({"UPSTREAM": "grpc", "GRPC_PORT": "x"}, "GRPC_PORT must be a port number, got 'x'"),
+        (
+            {"UPSTREAM": "grpc", "GRPC_PORT": "65534", "WORKERS": "3"},
+            "GRPC_PORT must be a port number, got '65536'",
+        ),
     ],
-    ids=("upstream", "door", "workers", "restarts", "port"),
+    ids=("upstream", "door", "workers", "restarts", "port", "ports"),
 )
 def test_what_it_refuses(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:
         assert script.finish() == 1
         assert message in script.output
+
+
+def test_no_port_of_several_is_another_s(tmp_path: Path) -> None:
+    """The front door would ask what listens there, which may be the worker of another script."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        variables = {"UPSTREAM": "grpc", "GRPC_PORT": str(port - 2), "WORKERS": "3"}
+        with launched(tmp_path, script="agg_openengine.sh", variables=variables) as script:
+            assert script.finish() == 1
+    assert f"port {port} on 127.0.0.1 is taken; set GRPC_PORT to a free one" in script.output

@@ -69,6 +69,7 @@ def test_ctrl_c_as_a_process_begins_leaves_nothing(tmp_path: Path, signals: str)
 
 
 INSTALL = """#!/usr/bin/env bash
+[[ $* == *"$WHICH"* ]] || exit 0
 sleep 60 &
 trap 'kill "$!"; exit 143' TERM
 kill -s "$1" "$2"
@@ -77,7 +78,10 @@ wait
 
 
 @pytest.mark.parametrize(("signal", "status"), [("TERM", 143), ("INT", 130), ("HUP", 129), ("KILL", -9)])
-def test_an_installation_ends_with_its_script(tmp_path: Path, signal: str, status: int) -> None:
+@pytest.mark.parametrize(("script", "which"), [("agg.sh", "--runtime-only"), ("agg_openengine.sh", "--dynamo")])
+def test_an_installation_ends_with_its_script(
+    tmp_path: Path, script: str, which: str, signal: str, status: int
+) -> None:
     """It takes minutes at first."""
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
     (tmp_path / "scripts").mkdir()
@@ -87,10 +91,11 @@ def test_an_installation_ends_with_its_script(tmp_path: Path, signal: str, statu
     (tmp_path / "tmp").mkdir()
     begun = time.monotonic()
     ended = subprocess.run(
-        ["env", "--default-signal=INT,HUP", "bash", "-c", 'echo $$ > "$TMPDIR/script"; exec launch/agg.sh'],
+        ["env", "--default-signal=INT,HUP", "bash", "-c", f'echo $$ > "$TMPDIR/script"; exec launch/{script}'],
         cwd=tmp_path,
         env=os.environ
-        | {"TMPDIR": str(tmp_path / "tmp"), "HTTP_PORT": str(free_port()), "FRONT_DOOR_BATCH_DIR": "off"},
+        | {"TMPDIR": str(tmp_path / "tmp"), "HTTP_PORT": str(free_port()), "FRONT_DOOR_BATCH_DIR": "off"}
+        | {"WHICH": which, "DLW_VENV": "", "DLW_DYNAMO_VENV": ""},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=120,

@@ -232,9 +232,11 @@ def test_what_no_installation_uses_goes_after_a_month(home: Path) -> None:
     for name, days in (("old.whl", 31), ("new.whl", 29)):
         (wheels / name).touch()
         os.utime(wheels / name, (0, time.time() - days * 24 * 3600))
+    gone = wheels / "gone.part"  # as one that another installation renames once it is listed
+    gone.symlink_to("nowhere")
     with serving(Index(WHEELS)) as index:
         assert install(index, home, "big")[0] == 0
-    assert {path.name for path in wheels.iterdir()} == {"new.whl", BIG, "small-2.0-py3-none-any.whl"}
+    assert {path.name for path in wheels.iterdir()} == {"new.whl", gone.name, BIG, "small-2.0-py3-none-any.whl"}
 
 
 def test_a_file_that_was_altered_is_not_installed(home: Path) -> None:

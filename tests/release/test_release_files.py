@@ -167,3 +167,13 @@ def test_a_hook_refuses_what_ruff_does(hook: str, bad: str, tmp_path: Path) -> N
         environ = os.environ | {"DLW_VENV": sys.prefix}
         done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True)
         assert (done.returncode != 0) == refused
+
+
+def test_the_smoke_test_takes_no_options_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a file of API keys, without one of which the front door answers nobody."""
+    names = ("DYN_NAMESPACE", "FRONT_DOOR_API_KEY_FILE", "WORKER_ENGINE")
+    for name in names:
+        monkeypatch.setenv(name, "/nowhere")
+    environ = runpy.run_path(str(REPOSITORY / "scripts/smoke.py"))["environ_in"](tmp_path)
+    assert not environ.keys() & set(names)
+    assert environ["PATH"] == os.environ["PATH"]

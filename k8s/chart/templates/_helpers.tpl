@@ -63,15 +63,89 @@ securityContext:
     drop: [ALL]
 {{- end }}
 
+{{/* Options that values give, by flag: args, the beginning of their variables' names (prefix), env */}}
+{{- define "dlw.given" -}}
+{{- $found := dict -}}
+{{- range .env -}}
+{{- if and (hasPrefix $.prefix .name) (or .value .valueFrom) -}}
+{{- $_ := set $found (printf "--%s" (trimPrefix $.prefix .name | lower | replace "_" "-")) (.value | default "") -}}
+{{- end -}}
+{{- end -}}
+{{- $flag := "" -}}
+{{- $own := true -}}
+{{- range .args -}}
+{{- $own = and $own (ne . "--") -}}
+{{- if and $own (hasPrefix "--" .) -}}
+{{- $parts := splitn "=" 2 . -}}
+{{- $flag = $parts._0 -}}
+{{- $_ := set $found $flag ($parts._1 | default "") -}}
+{{- else if and $own $flag -}}
+{{- $_ := set $found $flag . -}}
+{{- $flag = "" -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end }}
+
+{{/* Options that values give a worker, by flag. Those that the pod or the graph follows are values of their own. */}}
+{{- define "dlw.givenToWorkers" -}}
+{{- with .Values.workers -}}
+{{- $found := include "dlw.given" (dict "prefix" "WORKER_" "args" .args "env" .env) | fromJson -}}
+{{- $values := dict "--engine" "engine" "--model-path" "model.path" "--disaggregation-mode" "disaggregated" -}}
+{{- range $flag, $value := set $values "--drain-timeout-s" "workers.drainTimeoutSeconds" -}}
+{{- if hasKey $found $flag -}}
+{{- fail (printf "workers: %s is given by the value %s alone" $flag $value) -}}
+{{- end -}}
+{{- end -}}
+{{- range .env -}}
+{{- if has .name (list "DYN_SYSTEM_PORT" "DYN_PREFILL_DRAIN_TIMEOUT_S") -}}
+{{- fail (printf "workers.env: %s is the chart's own" .name) -}}
+{{- else if eq .name "UCX_NET_DEVICES" -}}
+{{- $_ := set $found "--kv-transfer-devices" "" -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+{{- end }}
+
+{{/* Options that values give a front door, by flag */}}
+{{- define "dlw.givenToDoors" -}}
+{{- with .Values.frontDoor -}}
+{{- $found := include "dlw.given" (dict "prefix" "FRONT_DOOR_" "args" .args "env" .env) | fromJson -}}
+{{- range list "--port" "--upstream" "--model-path" -}}
+{{- if hasKey $found . -}}
+{{- fail (printf "frontDoor: %s is the chart's own" .) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+{{- end }}
+
+{{/* Variables of a container: the chart's own, a YAML text, but for those that values name, and these: own, given */}}
+{{- define "dlw.env" -}}
+{{- $names := list -}}
+{{- range .given -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- $kept := list -}}
+{{- range fromYamlArray .own -}}
+{{- if not (has .name $names) -}}
+{{- $kept = append $kept . -}}
+{{- end -}}
+{{- end -}}
+{{- concat $kept .given | toYaml -}}
+{{- end }}
+
 {{/* Arguments of a worker: root, type */}}
 {{- define "dlw.workerArgs" -}}
 {{- $values := .root.Values -}}
 {{- $embedded := eq $values.engine "embedded" -}}
+{{- $given := include "dlw.givenToWorkers" .root | fromJson -}}
 - --engine
 - {{ $values.engine }}
 - --model-path
 - {{ $values.model.path | quote }}
-{{- if $embedded }}
+{{- if and $embedded (not (hasKey $given "--packed-copy")) }}
 - --packed-copy
 - /packed
 {{- end }}
@@ -80,19 +154,23 @@ securityContext:
 - {{ .type }}
 {{- end }}
 {{- if $embedded }}
+{{- if not (hasKey $given "--device") }}
 - --device
 - cpu
-{{- with $values.workers.kvBlocks }}
+{{- end }}
+{{- if and $values.workers.kvBlocks (not (or (hasKey $given "--kv-blocks") (hasKey $given "--kv-cache-memory"))) }}
 - --kv-blocks
-- {{ int . | quote }}
+- {{ int $values.workers.kvBlocks | quote }}
 {{- end }}
 {{- end }}
-{{- if and $values.disaggregated (ne $values.engine "trtllm") }}
+{{- if and $values.disaggregated (ne $values.engine "trtllm") (not (hasKey $given "--kv-transfer-devices")) }}
 - --kv-transfer-devices
 - {{ $values.workers.kvTransferDevices | quote }}
 {{- end }}
+{{- if not (hasKey $given "--enable-kv-routing") }}
 - --enable-kv-routing
 - {{ $values.router | quote }}
+{{- end }}
 {{- if ne (int $values.workers.drainTimeoutSeconds) 30 }}
 - --drain-timeout-s
 - {{ int $values.workers.drainTimeoutSeconds | quote }}
@@ -102,7 +180,7 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* Variables of a worker: root, type */}}
+{{/* The chart's own variables of a worker: root, type */}}
 {{- define "dlw.workerEnv" -}}
 {{- $values := .root.Values -}}
 - name: DYN_SYSTEM_PORT
@@ -123,9 +201,6 @@ securityContext:
 - name: OMP_NUM_THREADS
   valueFrom:
     resourceFieldRef: {containerName: main, resource: limits.cpu}
-{{- end }}
-{{- with $values.workers.env }}
-{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -162,7 +237,7 @@ podTemplate:
         args:
           {{- include "dlw.workerArgs" . | nindent 10 }}
         env:
-          {{- include "dlw.workerEnv" . | nindent 10 }}
+          {{- include "dlw.env" (dict "own" (include "dlw.workerEnv" .) "given" $values.workers.env) | nindent 10 }}
         {{- include "dlw.container" (dict "port" 9090 "failures" ($embedded | ternary 60 180)) | nindent 8 }}
         resources:
           {{- include "dlw.workerResources" .root | nindent 10 }}
@@ -170,16 +245,12 @@ podTemplate:
           - {name: models, mountPath: /models, readOnly: true}
           - {name: tmp, mountPath: /tmp}
           {{- if $embedded }}
-          - {name: packed, mountPath: /packed, subPath: .packed}
+          # What a start leaves for the next one. The same volume: a pod that has a claim in two does not start.
+          - {name: models, mountPath: /packed, subPath: .packed}
           {{- end }}
     volumes:
       - name: models
-        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}, readOnly: true}
+        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}{{ if not $embedded }}, readOnly: true{{ end }}}
       - name: tmp
         emptyDir: {sizeLimit: {{ $embedded | ternary "2Gi" "16Gi" }}}
-      {{- if $embedded }}
-      # What a start leaves for the next one, of all checkpoints.
-      - name: packed
-        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}}
-      {{- end }}
 {{- end }}
