@@ -52,7 +52,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except jinja2.TemplateError as error:
+        except Exception as error:  # also what Python says of the code that a template becomes
             raise TemplateFailed(f"the chat template cannot be read: {error}") from None
 
     def render(

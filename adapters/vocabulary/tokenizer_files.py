@@ -20,6 +20,9 @@ CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Files that hold a tokenizer alone."""
 
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+"""Files of chat templates, which are read with a tokenizer."""
+
 _SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -56,7 +59,7 @@ def explain(directory: Path, error: Exception) -> TokenizerDamaged:
     """The damage in a tokenizer for which a library raised `error`; names the file and the key."""
     if not any((directory / name).is_file() for name in (CONFIG, TOKENIZER, *_OTHERS)):
         return TokenizerDamaged(f"it has no tokenizer: neither {TOKENIZER} nor {CONFIG}")
-    found = _damage_in_config(directory) or _damage_in_tokenizer(directory)
+    found = _damage_in_config(directory) or _damage_in_tokenizer(directory) or _damage_in_templates(directory)
     return TokenizerDamaged(found or f"its tokenizer cannot be read: {_said(error)}")
 
 
@@ -96,6 +99,16 @@ def _damage_in_tokenizer(directory: Path) -> str | None:
         Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
         return f"{TOKENIZER}: {_said(error)}"
+    return None
+
+
+def _damage_in_templates(directory: Path) -> str | None:
+    for pattern in _TEMPLATES:
+        for path in sorted(directory.glob(pattern)):
+            try:
+                path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                return f"{path.relative_to(directory)}: {_said(error)}"
     return None
 
 

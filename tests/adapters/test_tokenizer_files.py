@@ -61,6 +61,13 @@ def test_damaged_files(checkpoint: Path, file: str, content: str, said: str) -> 
     assert refusal(checkpoint).startswith(f"{file}: {said}")
 
 
+@pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_templates_that_are_no_text(checkpoint: Path, file: str) -> None:
+    (checkpoint / file).parent.mkdir(exist_ok=True)
+    (checkpoint / file).write_bytes(b"\xff{{ messages }}")
+    assert refusal(checkpoint) == f"{file}: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
+
+
 def test_no_tokenizer(checkpoint: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (checkpoint / name).unlink()

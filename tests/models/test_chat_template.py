@@ -24,7 +24,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 def checkpoint(path: Path, files: dict[str, Any]) -> Path:
     for name, content in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+        (path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
@@ -91,7 +92,12 @@ def test_added_tokens_of_a_tokenizer_that_transformers_5_wrote(tmp_path: Path) -
     [
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: "),
         ({"tokenizer_config.json": "[]"}, "tokenizer_config.json: it is not a JSON object"),
+        ({"tokenizer_config.json": "[" * 100_000}, "tokenizer_config.json: "),
+        ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: "),
+        ({"additional_chat_templates/rag.jinja": b"\xff"}, "rag.jinja: "),
         ({"tokenizer_config.json": {"chat_template": "{% broken"}}, "the chat template cannot be read"),
+        ({"chat_template.jinja": f"{{{{ {'(' * 4000}1{')' * 4000} }}}}"}, "the chat template cannot be read"),
+        ({"chat_template.jinja": "{% for a in b %}" * 30 + "{% endfor %}" * 30}, "the chat template cannot be read"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, files: dict[str, Any], problem: str) -> None:

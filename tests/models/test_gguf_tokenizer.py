@@ -65,13 +65,14 @@ def loaded(metadata: dict[str, Any]) -> Tokenizer:
 
 STEPS = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "olmo": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "qwen2": [
         pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
-"""As in the ``tokenizer.json`` of GPT-2, SmolLM2 and Qwen2."""
+"""As in the ``tokenizer.json`` of GPT-2, OLMoE, SmolLM2 and Qwen2."""
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,33 @@ def test_what_is_missing_in_the_cache_is_downloaded(server: Hub, tmp_path: Path)
     assert "has not all of the model" in reason(fetch(server, tmp_path / "cache", NAME, offline=True))
     assert fetch(server, tmp_path / "cache", NAME).returncode == 0
     assert (path / "model-2.safetensors").read_text() == "2"
+
+
+def test_files_that_no_start_needs_are_not_missed_offline(server: Hub, models: Path, tmp_path: Path) -> None:
+    """A cache that another program filled with what it reads, by a listing of all files."""
+    (models / "LICENSE.txt").write_text("5")
+    path = Path(fetch(server, tmp_path / "cache", NAME).stdout.strip())
+    (path / "LICENSE.txt").unlink()
+    done = fetch(server, tmp_path / "cache", NAME, offline=True)
+    assert (done.returncode, done.stdout.strip()) == (0, str(path)), done.stderr
+    assert fetch(server, tmp_path / "cache", NAME).returncode == 0
+    assert (path / "LICENSE.txt").is_file()
+
+
+def test_a_download_that_was_cut_off_before_its_index(server: Hub, models: Path, tmp_path: Path) -> None:
+    """Of a client that keeps no listing of a model's files."""
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, part in enumerate(parts, 1):
+        (models / f"model-{number}.safetensors").rename(models / part)
+    index = "model.safetensors.index.json"
+    (models / index).write_text(json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}))
+    path = Path(fetch(server, tmp_path / "cache", NAME).stdout.strip())
+    shutil.rmtree(path.parents[1] / "trees")
+    (path / index).unlink()
+    (path / parts[1]).unlink()
+    assert "has not all of the model" in reason(fetch(server, tmp_path / "cache", NAME, offline=True))
+    assert fetch(server, tmp_path / "cache", NAME).returncode == 0
+    assert all((path / name).is_file() for name in (index, *parts))
 
 
 def test_a_revision(server: Hub, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def read_chat_template(path: Path, override: Path | None = None) -> FoundTemplat
     file = find_gguf(path)
     name, sources, special, added = _of_directory(path) if file is None else _of_gguf(file)
     if override is not None:
-        name, sources = override.name, {DEFAULT: override.read_text(encoding="utf-8")}
+        name, sources = override.name, {DEFAULT: _source(override)}
     texts = {key: source for key, source in sources.items() if isinstance(source, str) and source}
     used = {key: source for key, source in texts.items() if key in (DEFAULT, WITH_TOOLS)} or texts
     try:
@@ -93,8 +93,8 @@ def _of_directory(path: Path) -> _Parts:
         sources[DEFAULT] = given
     sources |= {DEFAULT: found} if (found := (_read(path / _JSON) or {}).get("chat_template")) else {}
     if (path / _JINJA).is_file():  # as transformers, it wins over the others
-        sources[DEFAULT] = (path / _JINJA).read_text(encoding="utf-8")
-    sources |= {file.stem: file.read_text(encoding="utf-8") for file in (path / TEMPLATES).glob("*.jinja")}
+        sources[DEFAULT] = _source(path / _JINJA)
+    sources |= {file.stem: _source(file) for file in (path / TEMPLATES).glob("*.jinja")}
     special = {name: text for name in _TOKENS if (text := _text(config.get(name))) is not None}
     added = map(_text, _added_tokens(path, config))
     return path.name, sources, special, frozenset(text for text in added if text is not None)
@@ -111,13 +111,21 @@ def _added_tokens(path: Path, config: dict[str, Any]) -> list[Any]:
     return added if isinstance(added, list) else []
 
 
+def _source(path: Path) -> str:
+    """The template in a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, None if there is no file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name}: it is not a JSON object")

@@ -131,6 +131,7 @@ class AnyConfig(_Strict):
     rope_parameters: _RopeByLayer | None = None
     quantization_config: dict[str, Any] | None = None
     transformers_weights: None = None  # names other files than those that are checked
+    configuration_files: None = None  # the same
     per_layer_config: dict[str, Any] | None = None
     use_bidirectional_attention: bool | None = False
     is_causal: bool = True

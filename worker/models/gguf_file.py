@@ -42,7 +42,7 @@ CHUNK_VALUES = 16 * 2**20
 """Values that are dequantised at a time."""
 
 _DEFAULT_ALIGNMENT = 32
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -267,8 +267,8 @@ def parts_of(path: Path, count: int | None = None) -> list[Path]:
         return [path]
     number, total = int(named[2]), int(named[3])
     if number != 1 or total != (count or total):
-        raise GgufError(f"split.count: name the first of its parts, {named[1]}-00001-of-{count or total:05}.gguf")
-    return [path.with_name(f"{named[1]}-{part:05}-of-{total:05}.gguf") for part in range(1, total + 1)]
+        raise GgufError(f"split.count: name the first of its parts, {named[1]}-00001-of-{count or total:05}{named[4]}")
+    return [path.with_name(f"{named[1]}-{part:05}-of-{total:05}{named[4]}") for part in range(1, total + 1)]
 
 
 class _Header:

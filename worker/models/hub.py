@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from worker.models.checkpoint import Say
 
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
+_PART = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 _TEMPLATES = "*.jinja"
 _TEXTS = ["*.json", _TEMPLATES, "*.model", "*.tiktoken", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
@@ -25,6 +27,8 @@ _ELSEWHERE = [*(f"*/{each}" for each in (*_TEXTS, *_WEIGHTS) if each != _TEMPLAT
 """Files of other formats: of subfolders, which may have chat templates beside the default one, and
 of Mistral's own.
 """
+
+_INCOMPLETE = "the model has no config.json, or no weights in safetensors"
 
 
 def is_hub_id(name: str) -> bool:
@@ -52,7 +56,8 @@ def hub_checkpoint(name: str, revision: str | None, say: Say, *, has_weights: bo
     path = _snapshot(name, revision, has_weights, is_local=False)
     assert path is not None
     if not _is_whole(path, has_weights):
-        raise StartupError(f"--model-path {name}: the model has no config.json, or no weights in safetensors")
+        missing = f"no such directory, and {_kept_offline()}" if _is_offline() else _INCOMPLETE
+        raise StartupError(f"--model-path {name}: {missing}")
     say(f"downloaded {name}")
     return path
 
@@ -81,7 +86,9 @@ def _snapshot(name: str, revision: str | None, has_weights: bool, *, is_local: b
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         if is_local and isinstance(error, LocalEntryNotFoundError):
-            return None
+            # some of its files are missing: a licence, perhaps, that another program did not fetch
+            incomplete: str | None = getattr(error, "snapshot_path", None)
+            return Path(incomplete) if incomplete is not None and _is_offline() else None
         raise StartupError(f"--model-path {name}: no such directory, and {_reason(name, revision, error)}") from error
 
 
@@ -91,8 +98,7 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     if _is_offline():
-        cache = constants.HF_HUB_CACHE
-        return f"the cache {cache} has not all of the model, which HF_HUB_OFFLINE keeps from being downloaded"
+        return _kept_offline()
     if isinstance(error, GatedRepoError):
         return f"the model is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
@@ -103,6 +109,13 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, HfHubHTTPError):
         return f"{constants.ENDPOINT} refuses it: {said}"
     return f"it cannot be downloaded from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}: {said}"
+
+
+def _kept_offline() -> str:
+    from huggingface_hub import constants
+
+    cache = constants.HF_HUB_CACHE
+    return f"the cache {cache} has not all of the model, which HF_HUB_OFFLINE keeps from being downloaded"
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -121,7 +134,15 @@ def _is_whole(path: Path, has_weights: bool) -> bool:
         index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
         names = set(index["weight_map"].values())
     except FileNotFoundError:
-        return any(each.is_file() for each in path.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return _has_every_part([each.name for each in path.glob("*.safetensors") if each.is_file()])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
     return all(os.path.isfile(path / str(each)) for each in names)
+
+
+def _has_every_part(names: list[str]) -> bool:
+    """Whether there are files of weights, and with one of several, such as
+    ``model-00001-of-00004.safetensors``, all the others: a download fetches their index last.
+    """
+    counts = Counter(part[1] for name in names if (part := _PART.fullmatch(name)))
+    return bool(names) and all(count == int(total) for total, count in counts.items())

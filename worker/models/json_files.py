@@ -19,7 +19,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"--model-path: cannot read {path}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise StartupError(f"--model-path: {path} does not hold a JSON object")

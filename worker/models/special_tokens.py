@@ -40,5 +40,5 @@ def _of_tokenizer(file: Path) -> frozenset[str]:
         found: Any = json.loads(file.read_bytes())
         added = [token for token in found["added_tokens"] if token["special"]]
         return frozenset(str(token["content"]) for token in added)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file.name}: {error}") from None

@@ -13,10 +13,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from worker.engines.embedded.config import resolve_dtype
+from worker.engines.embedded.model.checkpoint_files import checkpoint_dtype, read_settings
+from worker.engines.embedded.model.checkpoint_gate import read_checked
 from worker.engines.embedded.model.quantisation import quantise
 from worker.errors import StartupError
 from worker.models.chat_template import TEMPLATES
-from worker.models.config_json import check_config, read_config
+from worker.models.config_json import read_config
 from worker.models.model_table import LLAMA_LIKE
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, OFFSETS, SCALES, quantization_config
@@ -34,10 +37,10 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
     there once it is complete.
 
     Raises:
-        StartupError: `source` is of an architecture that is not served in this form, has a damaged
-            file or no weights, or is quantised already; or `directory` is there.
+        StartupError: `source` is of an architecture that is not served in this form, would be
+            refused by the worker, or is quantised already; or `directory` is there.
         OSError: a file cannot be read or written.
-        ValueError: a file is damaged, or a weight infinite or not a number.
+        ValueError: a file has been damaged meanwhile.
     """
     try:
         config = read_config(source) or {}
@@ -55,7 +58,9 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
 
 
 def _checked(source: Path, config: dict[str, Any], to: str) -> WeightFiles:
-    """The files of weights of a checkpoint that can be written."""
+    """The files of weights of a checkpoint that can be written, and has passed the gate of those
+    that are served.
+    """
     if config.get("model_type") not in LLAMA_LIKE:
         raise StartupError(
             f"{source}: only models of type {', '.join(LLAMA_LIKE)} can be written, not {config.get('model_type')!r}; "
@@ -63,7 +68,11 @@ def _checked(source: Path, config: dict[str, Any], to: str) -> WeightFiles:
         )
     if config.get("quantization_config"):
         raise StartupError(f"{source}: it is quantised already")
-    check_config(config)
+    try:
+        settings = read_settings(source)
+        read_checked(source, settings, resolve_dtype("auto", checkpoint_dtype(settings)))
+    except StartupError as error:
+        raise StartupError(str(error).removeprefix("--model-path ")) from None
     return WeightFiles(source)
 
 

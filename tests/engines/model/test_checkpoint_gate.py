@@ -19,6 +19,8 @@ from random_checkpoints import EVERY_TYPE
 from safetensors.torch import load_file, save_file
 from served_checkpoint import complaint, expected, load, logits, served_or_refused
 
+from adapters.vocabulary import Vocabulary
+from adapters.vocabulary.tokenizer_files import TokenizerDamaged
 from worker.engines.embedded.attention import AttentionSizes
 from worker.errors import StartupError
 from worker.models.geometry import BOUNDS, Geometry, GeometryError
@@ -104,6 +106,34 @@ def test_keys_of_the_configuration(checkpoint: Path, changes: dict[str, Any], sa
 def test_end_tokens_of_strings_in_the_generation_configuration(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     assert refusal(checkpoint) == "generation_config.json: eos_token_id[0] must be a valid integer, got '</s>'"
+
+
+def test_generation_settings_that_are_not_read(checkpoint: Path) -> None:
+    """transformers would load no model beside them."""
+    file, settings = checkpoint / "generation_config.json", {"max_new_tokens": 0, "num_return_sequences": 3}
+    file.write_text(json.dumps(settings | {"compile_config": {}, "eos_token_id": 4}))
+    assert load(checkpoint).eos_token_ids == (4,)
+    file.write_text("[" * 100_000)
+    assert refusal(checkpoint) == "generation_config.json: is nested too deep"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
+def test_a_tokenizer_whose_files_are_nested_too_deep(checkpoint: Path, name: str) -> None:
+    """Ids are those of its ``tokenizer.json``; whoever reads the tokenizer refuses it."""
+    expected = load(checkpoint).undecodable_ids
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    (checkpoint / name).write_text("[" * 100_000)
+    assert load(checkpoint).undecodable_ids == expected
+    with pytest.raises(TokenizerDamaged, match=f"{name}: is nested too deep"):
+        Vocabulary.from_pretrained(str(checkpoint), 1024)
+
+
+def test_a_configuration_that_names_another_file(checkpoint: Path) -> None:
+    """Which transformers would read instead of the one that is checked."""
+    config = json.loads((checkpoint / CONFIG).read_text())
+    (checkpoint / "config.4.0.json").write_text(json.dumps(config | {"use_bidirectional_attention": True}))
+    edit(checkpoint, configuration_files=["config.4.0.json"])
+    assert refusal(checkpoint) == f"{CONFIG}: configuration_files must be None, got ['config.4.0.json']"
 
 
 def test_end_tokens_are_tokens(checkpoint: Path) -> None:

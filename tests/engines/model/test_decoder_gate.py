@@ -101,6 +101,14 @@ def test_routing_that_is_not_computed(tmp_path: Path, changes: dict[str, Any], s
     assert said in found
 
 
+@pytest.mark.parametrize(("kind", "key"), [("deepseek_v3", "n_routed_experts"), ("beam", "num_experts")])
+def test_groups_of_experts_of_unlike_sizes(kind: str, key: str, tmp_path: Path) -> None:
+    """The first pass took experts of several tokens for a group, or failed, as the tokens were."""
+    random_checkpoints.write(tmp_path, kind, settings_of(kind, 0) | {key: 8, "n_group": 3}, common={})
+    said = f"config.json: {key} must be a multiple of n_group 3, got 8"
+    assert served_or_refused(tmp_path) == said
+
+
 def test_a_window_that_attention_is_not_told(tmp_path: Path) -> None:
     """The attention of qwen2_moe has it, and does not hand it on."""
     changes = {"use_sliding_window": True, "sliding_window": 5}

@@ -177,6 +177,12 @@ def test_a_model_in_several_files(tmp_path: Path, tiny: Path) -> None:
     )
     assert one.keys() == several.keys()
     assert all(torch.equal(one[name], several[name]) for name in one)
+    loud = tmp_path / "loud"
+    loud.mkdir()
+    for each in parts:
+        (loud / each.with_suffix(".GGUF").name).write_bytes(each.read_bytes())
+    assert convert_gguf(loud / "model-00001-of-00003.GGUF", tmp_path / "loud-cache", lambda line: None).is_dir()
+    assert find_gguf(loud) == loud / "model-00001-of-00003.GGUF"
 
     def refused(path: Path) -> str:
         with pytest.raises(StartupError) as found:

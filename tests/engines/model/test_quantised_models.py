@@ -26,6 +26,8 @@ from worker.engines.embedded.model.quantisation import GROUP, QuantisedGemm
 from worker.errors import StartupError
 from worker.quantize.output import write_quantised
 
+UP = "model.layers.1.mlp.up_proj.weight"
+
 PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.native]
@@ -347,7 +349,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("damage", "reason"),
         [
-            ("nan", "model.layers.1.mlp.up_proj.weight: a weight that is infinite or not a number"),
+            ("nan", f"tensor {UP} holds a number that is infinite or not a number"),
+            ("missing", f"weights are incomplete, tensor {UP} of shape [128, 64] is missing"),
+            ("codes", f"tensor {UP} must be of type F32, F16, BF16, F64, got 'I8'"),
+            ("dynamic", "config.json: rope_parameters: rope type 'dynamic' is not served"),
             ("cut off", "model.safetensors: "),
             ("none", "it has no safetensors weights"),
         ],
@@ -358,10 +363,15 @@ class TestCommand:
         source, target = tmp_path / "source", tmp_path / "written"
         shutil.copytree(checkpoints["llama"], source)
         weights = source / "model.safetensors"
-        if damage == "nan":
+        if damage in ("nan", "missing", "codes"):
             tensors = load_file(weights)
-            tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-            save_file(tensors, weights)
+            up = tensors.pop(UP)
+            up[3, 5] = torch.nan if damage == "nan" else 0.0
+            save_file(tensors | {"nan": {UP: up}, "codes": {UP: up.to(torch.int8)}}.get(damage, {}), weights)
+        elif damage == "dynamic":
+            config = json.loads((source / "config.json").read_text())
+            config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+            (source / "config.json").write_text(json.dumps(config))
         elif damage == "cut off":
             weights.write_bytes(weights.read_bytes()[:-1])
         else:

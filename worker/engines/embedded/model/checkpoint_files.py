@@ -126,7 +126,7 @@ def _object_in(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

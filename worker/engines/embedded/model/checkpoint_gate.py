@@ -87,7 +87,19 @@ def configuration(directory: Path) -> Any:
     found._attn_implementation = found._experts_implementation = None  # none of it runs, and it may be code to fetch
     check_factors(found)
     _check_windows(found)
+    _check_groups(found)
     return found
+
+
+def _check_groups(config: Any) -> None:
+    """Raises `ModelFileError` unless each group of experts has as many: transformers would make
+    groups of several tokens' experts, or fail, as their number is.
+    """
+    groups = getattr(config, "n_group", None)
+    key = "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
+    experts = getattr(config, key, None)
+    if type(groups) is int and type(experts) is int and groups > 0 and experts % groups:
+        raise ModelFileError(f"{CONFIG}: {key} must be a multiple of n_group {groups}, got {experts}")
 
 
 def _check_windows(config: Any) -> None:

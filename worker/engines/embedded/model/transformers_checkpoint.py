@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
@@ -179,6 +179,7 @@ def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) ->
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # told below, with their names
             output_loading_info=True,
+            generation_config=GenerationConfig(),  # not the checkpoint's, of which `eos_token_ids` reads what counts
             **named,
         )
     except UNREADABLE as error:
