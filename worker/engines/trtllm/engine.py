@@ -49,7 +49,7 @@ from worker.engines.trtllm.reports import ExecutorReports
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts, vocabulary_size
 from worker.engines.trtllm.speculative_request import SAMPLES, speculative_request
-from worker.engines.trtllm.submission import context_only, handed_logprobs, own_arguments
+from worker.engines.trtllm.submission import check_hand_over, context_only, handed_logprobs, own_arguments
 from worker.engines.trtllm.watched_chain import WatchedChain
 from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError, one_line
 from worker.sampling import MAX_LOGPROBS, SamplingParams
@@ -305,6 +305,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
         if self.config.role != ("prefill" if isinstance(kv, KeepKv) else "decode"):
             raise InvalidRequest(disaggregated_params.FIELD, f"this worker serves {self.config.role}")
+        check_hand_over(None if request.chain is None else request.chain.chain)
         given = context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
         request.disaggregated_params = given
         return {"disaggregated_params": given}
