@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -56,6 +57,8 @@ from worker.sampling import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_DEVICES = "UCX_NET_DEVICES"
+
 
 class TrtllmEngine(LibraryEngine[RunningRequest]):
     """Implements `worker.engines.ServingEngine` on TensorRT-LLM.
@@ -96,6 +99,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         self._loop = asyncio.get_running_loop()
         for note in self.config.notes:
             logger.warning("%s", note)
+        if self.config.role != "aggregated" and self.config.kv_devices is not None:
+            os.environ[_DEVICES] = self.config.kv_devices  # of the cache transceiver, in the executor's process
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
@@ -287,7 +292,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         reporter = self._channel.reporter(request.number)
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
-        if int(self.config.options.get("tensor_parallel_size") or 1) > 1:
+        if self.config.num_copies > 1:
             # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
             failures = adapter.chain.failures
