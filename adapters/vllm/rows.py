@@ -242,8 +242,8 @@ class Builder:
         Args:
             params: Parameters of the request, which requests for several answers may share; the row
                 is kept with them.
-            is_resumed: Not used: names of reports are the clients' own, and need not be of one
-                request.
+            is_resumed: Ignored: reports have names that clients give, and several requests may
+                share one.
         """
         some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
         drawn_seed = None if self._seeds is None else self._seeds.getrandbits(64)
