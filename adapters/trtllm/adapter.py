@@ -315,11 +315,21 @@ class ChainAdapter(TrtllmAdapter):
         except ProcessorFailed as failed:
             if row is not None and before is not None:
                 row.copy_(before)
+            self._tell_unedited(token_ids, logits)
             return Failure(str(req_id), failed.processor, failed.reason, failed.message, chain.position)
         except Exception as error:  # the callback boundary: nothing may reach the engine
             message = f"raised {type(error).__name__} at position {chain.position}"
             return Failure(str(req_id), self.name, "raised", message, chain.position)
         return None
+
+    def _tell_unedited(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
+        """Report the log probabilities of a token that is sampled without the chain: the most
+        likely one, since the engine is greedy where the chain has them.
+        """
+        if self.fails_open and self.watch is not None and self.num_logprobs is not None:
+            row, position = logits[0, 0], self.chain.position if self.lagged else len(token_ids)
+            with contextlib.suppress(Exception):  # the callback boundary: a broken report must not fail the batch
+                self.watch(Step(position, logprobs=_logprobs(row, int(row.argmax()), self.num_logprobs)))
 
     def _tell(self, watch: Watch, row: torch.Tensor, before: torch.Tensor | None) -> None:
         chain, logprobs = self.chain, None

@@ -79,6 +79,11 @@ class Reports:
             while len(self._chains) > self._max_receipts:
                 self._chains.popitem(last=False)
 
+    def begun(self, report: str) -> ProcessorChain | None:
+        """The chain of the request of that name, None if it has not begun."""
+        with self._lock:
+            return self._chains.get(report)
+
     def take_failures(self) -> list[dict[str, Any]]:
         """The failures since the last call, as JSON data."""
         with self._lock:

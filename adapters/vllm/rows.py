@@ -100,7 +100,7 @@ class Row:
                     raise
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
                 raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
-            if chain.tokens != list(prompt):  # a worker's own stands there, unless pictures became tokens
+            if chain.tokens[: len(prompt)] != list(prompt):  # a worker's own begins so, unless pictures became tokens
                 end = len(prompt) - len(chain.tokens) + chain.prompt_length  # the rest was generated before
                 chain.start(prompt[:end], prompt[end:], mode="migrated" if end < len(prompt) else "aggregated")
             REPORTS.began(self._report, chain)
@@ -206,8 +206,13 @@ class MakesRows(Protocol):
 
     never_ids: Sequence[int]
 
-    def new_row(self, params: Params) -> Row | None:
-        """The row of a request that begins, kept with its parameters; None if it has no chain."""
+    def new_row(self, params: Params, *, is_resumed: bool = False) -> Row | None:
+        """The row of a request, kept with its parameters; None if it has no chain.
+
+        Args:
+            params: Parameters of the request.
+            is_resumed: Whether it goes on, and vLLM has kept no row with these parameters.
+        """
 
 
 class Builder:
@@ -231,12 +236,14 @@ class Builder:
         self.never_ids: Sequence[int] = model.never_ids
         self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
 
-    def new_row(self, params: Params) -> Row | None:
-        """The row of a request that begins; None if nothing is asked.
+    def new_row(self, params: Params, *, is_resumed: bool = False) -> Row | None:
+        """The row of a request; None if nothing is asked.
 
         Args:
             params: Parameters of the request, which requests for several answers may share; the row
                 is kept with them.
+            is_resumed: Ignored: reports have names that clients give, and several requests may
+                share one.
         """
         some_end = min(self._model.context.vocabulary.eos_token_ids, default=0)
         drawn_seed = None if self._seeds is None else self._seeds.getrandbits(64)

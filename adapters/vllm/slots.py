@@ -65,7 +65,7 @@ class Slots:
         if is_resumed and rows_of(params):
             self._slots[slot] = _Slot(params, None)  # its tokens are on the device at its first step
             return True
-        row = self._builder.new_row(params)
+        row = self._builder.new_row(params, is_resumed=is_resumed)
         if row is not None:
             self._slots[slot] = _Slot(params, row)
         return row is not None

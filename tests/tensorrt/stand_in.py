@@ -89,6 +89,15 @@ async def collect(
         whole.token_ids += delta.token_ids
         if delta.logprobs is not None:
             whole.logprobs = [*(whole.logprobs or ()), *delta.logprobs]
-        for field in ("finish_reason", "stop_reason", "error", "engine_data", "receipt", "failure", "kv"):
+        for field in (
+            "finish_reason",
+            "stop_reason",
+            "error",
+            "engine_data",
+            "receipt",
+            "failure",
+            "kv",
+            "end_logprobs",
+        ):
             setattr(whole, field, getattr(delta, field))
     return whole

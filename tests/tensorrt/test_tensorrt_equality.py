@@ -152,6 +152,16 @@ async def test_every_control(controls: dict[str, Any], served: TrtllmEngine, ref
         assert 0 <= shares[0] < 0.1  # of ids that the tokenizer lacks, which TensorRT-LLM is told to leave out
 
 
+async def test_a_hidden_end_has_its_log_probabilities(served: TrtllmEngine, reference: EmbeddedEngine) -> None:
+    """From the chain, as from the embedded engine."""
+    params = SamplingParams(max_tokens=20, logprobs=2, repetition_penalty=1.3, stop_token_ids=list(range(0, 1000, 7)))
+    ours, theirs = [await collect(each, PROMPT, params, "end") for each in (served, reference)]
+    found, expected = ([(e.token_id, e.rank) for e in each.end_logprobs or ()] for each in (ours, theirs))
+    assert ours.finish_reason == "stop"
+    assert found == expected
+    assert found[0][0] == ours.stop_reason
+
+
 async def test_every_choice_draws_its_own_random_numbers(served: TrtllmEngine, reference: EmbeddedEngine) -> None:
     """Those that the embedded engine gives to the choice of the same index."""
     params = SamplingParams(max_tokens=12, temperature=1.5, seed=5, ignore_eos=True)

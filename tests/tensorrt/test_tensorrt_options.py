@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from stand_in import running
+from stand_in import collect, running
 from trtllm_files import configured
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context
+from adapters.processors.masks import BannedTokens
+from adapters.vocabulary import Vocabulary
 from worker.engines.trtllm import TrtllmEngine
 from worker.engines.trtllm.llm_options import NEEDED, OWN, PASSED
 from worker.engines.trtllm.settings import EVENT_BUFFER
 from worker.errors import ConfigurationError, StartupError
+from worker.sampling import SamplingParams
 
 
 def test_settings_by_default(tmp_path: Path) -> None:
@@ -62,6 +69,27 @@ def test_a_prefill_worker_does_not_overlap_steps(tmp_path: Path) -> None:
         config = configured(tmp_path, "", "--disaggregation-mode", role, "--history", "lagged")
         assert config.options["disable_overlap_scheduler"] is not overlaps
         assert config.history == "lagged"
+
+
+@pytest.mark.parametrize(("given", "found"), [(["--kv-transfer-devices", "mlx5_0:1"], "mlx5_0:1"), ([], None)])
+async def test_kv_goes_over_the_devices_that_are_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], found: str | None
+) -> None:
+    """UCX, in the executor's process, reads them in its environment."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "")
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    async with running(model, "--disaggregation-mode", "prefill", "--kv-lease-s", "0.001", *given):
+        assert os.environ.get("UCX_NET_DEVICES") == found
+
+
+async def test_ranks_enforce_no_budget_by_their_own_clocks(model: Path) -> None:
+    """The worker does, where several of them run copies of one chain."""
+    for sizes, is_ours in (({}, False), ({"context_parallel_size": 2}, True)):
+        async with running(model, "--override-engine-args", json.dumps(sizes)) as engine:
+            context = Context(Vocabulary(1024), frozenset({1, 4}))
+            chain = ProcessorChain(BannedTokens.build(BannedTokens.Args(token_ids=[5]), context), context)
+            await collect(engine, [9, 30], SamplingParams(max_tokens=2), chain=chain)
+        assert math.isinf(chain.failures.step_budget_s) is is_ours
 
 
 async def test_a_prefill_worker_stays_for_its_readers(tmp_path: Path) -> None:

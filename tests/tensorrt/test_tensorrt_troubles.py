@@ -78,6 +78,29 @@ async def test_open_processor_errors_are_dynamos(model: Path) -> None:
     assert answer.failure.reason == "nan"
 
 
+async def test_open_errors_keep_log_probabilities(model: Path) -> None:
+    """Those of the tokens that are sampled without the processor are the library's own."""
+    async with running(model, "--processor-errors", "open") as served:
+        whole = await collect(served, PROMPT, params(logprobs=2))
+        made = create_trtllm_adapters([Faulty("nan", 7)], end_id=4)
+        answer = await collect(served, PROMPT, params(made, logprobs=2))
+    assert (answer.token_ids, answer.finish_reason) == (whole.token_ids, "length")
+    found, expected = ([[entry.token_id for entry in each] for each in one.logprobs or ()] for one in (answer, whole))
+    assert found == expected
+
+
+@pytest.mark.parametrize("sampled", [{"temperature": 1e-310}, {"temperature": 0.9, "top_k": 5000, "top_p": 1e-9}])
+async def test_odd_sampling_ends_no_executor(model: Path, sampled: dict[str, Any]) -> None:
+    """Logits over a temperature may be infinite, and the library need not take every top-k."""
+    async with running(model) as served:
+        greedy = await collect(served, PROMPT, params())
+        answer = await collect(served, PROMPT, params(**sampled))
+        penalised = await collect(served, PROMPT, params(repetition_penalty=1.5))
+        both = await collect(served, PROMPT, params(repetition_penalty=1.5, **sampled))
+    assert (answer.token_ids, answer.finish_reason) == (greedy.token_ids, "length")
+    assert (both.token_ids, both.finish_reason) == (penalised.token_ids, "length")
+
+
 async def test_a_call_skipped_after_a_preemption_fails_the_request(model: Path) -> None:
     async with running(model, skips=[3]) as served:
         for max_tokens in (12, 4):  # noticed at the next call, or by the worker where there is none

@@ -172,6 +172,17 @@ def test_the_token_that_ends_is_shown_if_asked_for(shown: bool, tokens: list[int
     assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ([5, 6, 4] if shown else [5, 6], "stop", 4)
 
 
+@pytest.mark.parametrize("tokens", [[5, 4], [5]], ids=["among the ids", "removed as a stop word"])
+def test_a_hidden_end_keeps_its_log_probabilities(tokens: list[int]) -> None:
+    """TensorRT-LLM removes the ids of a stop word, and leaves their log probabilities."""
+    scores = [{5: logprob(-0.5, 1)}, {4: logprob(-2.0, 2), 5: logprob(-0.25, 1)}]
+    delta = Cursor(0, frozenset({4}), 4, num_logprobs=1).advance(output(tokens, "stop", 4, logprobs=scores))
+    assert delta is not None
+    assert delta.logprobs is not None
+    assert (delta.token_ids, len(delta.logprobs)) == ([5], 1)
+    assert [(each.token_id, each.rank) for each in delta.end_logprobs or ()] == [(4, 2), (5, 1)]
+
+
 def test_ids_that_shrink_at_the_end() -> None:
     cursor = Cursor(0, frozenset())
     first, last = cursor.advance(output([1, 2, 3])), cursor.advance(output([1, 2], "stop", "a string"))

@@ -21,13 +21,20 @@ from vllm_stand_in import FirstRunner, Params, Request, SecondRunner, alone, ser
 
 import adapters.vllm.requests
 from adapters.catalog import SelectionError
-from adapters.chain import ProcessorChain, ProcessorFailed
-from adapters.testing.kit_model import NUM_PADDING, kit_vocabulary
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain
+from adapters.contract import Processor
+from adapters.processors.masks import BannedTokens
+from adapters.processors.seeded_sampler import SeededSampler
+from adapters.processors.stochastic import Mirostat
+from adapters.testing.kit_model import NUM_PADDING, kit_context, kit_vocabulary
 from adapters.vllm.indexed import Indexed
 from adapters.vllm.model import ServedModel
 from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import chain_of, read
 from adapters.vllm.rows import Builder, Row, RowEditor, rows_of
+from adapters.vllm.slots import Slots
+from worker.engines.vllm.chain_receiver import ChainReceiver
+from worker.engines.vllm.params import SHIPPED, Shipped
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 from builtin_examples import EMBEDDED_ONLY, EXAMPLES
@@ -259,6 +266,56 @@ def test_a_preempted_request_keeps_its_receipt() -> None:
             (record,) = row.chain.receipt.records
             counts.add(record.steps_active)
     assert counts == {15}  # no step shows the last token
+
+
+class OtherProcess(SecondRunner):
+    """Parameters come anew each time that a request joins: from a scheduler in another process."""
+
+    def _join(self, request: Request) -> None:
+        sent = {SHIPPED: (request.params.extra_args or {})[SHIPPED]}
+        request.params = replace(request.params, extra_args=sent)
+        super()._join(request)
+
+
+@pytest.mark.parametrize("kind", [BannedTokens, Mirostat])
+def test_a_receipt_outlives_parameters_that_come_anew(kind: type[Processor]) -> None:
+    """Of a worker's request that vLLM's second runner has preempted; so does a state of logits."""
+    REPORTS.take_failures()
+    counts, num_preempted = set(), 0
+    args = kind.Args(token_ids=[9]) if kind is BannedTokens else kind.Args()
+    for seed in range(40):
+        context = replace(kit_context(), seed=seed, max_tokens=12)
+        chain = ProcessorChain([*kind.build(args, context), SeededSampler(seed, 0)], context)
+        chain.start([5, 6])
+        shipped = Shipped(pickle.dumps(chain), 0, f"resumed {seed}")
+        params = Params(ignore_eos=True, max_tokens=12, extra_args={SHIPPED: tuple(shipped)})
+        request = Request(0, params, [5, 6])
+        runner = OtherProcess(MODELS[SecondRunner], random.Random(seed), 1, lambda request: [])
+        facts = replace(MODELS[SecondRunner].facts, tokenizer=None)
+        runner.slots = Slots(runner.states, ChainReceiver(facts), RowEditor([]))
+        runner.run([request])
+        receipt = REPORTS.take_receipt(shipped.report, (request.tokens[-1], len(request.tokens) - 1))
+        if not request.is_aborted and runner.num_preempted:
+            num_preempted += runner.num_preempted
+            assert receipt is not None
+            counts.add(receipt.records[0].steps_active)
+            expected = _answered(chain, request)
+            assert request.tokens == expected.tokens
+    assert num_preempted > 10
+    assert counts == {12}
+    assert REPORTS.take_failures() == []
+
+
+def _answered(chain: ProcessorChain, request: Request) -> Request:
+    """The answer with the chain in this process, a row at a time."""
+    alone_ = Request(request.number, request.params, request.prompt)
+    goes_on = True
+    while goes_on:
+        row = alone_.logits(alone_.tokens)
+        apply_chain(chain, row)
+        goes_on = alone_.take(int(row.argmax()), row)
+        chain.accept(alone_.tokens[-1], chain.position)
+    return alone_
 
 
 def test_a_request_that_begins_has_a_row_of_its_own() -> None:

@@ -9,7 +9,7 @@ here, whatever TensorRT-LLM reports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class Cursor:
         if self.num_logprobs is not None and output.logprobs:
             shown = output.logprobs[self.num_sent : self.num_sent + len(delta.token_ids)]
             delta.logprobs = [entries_of_mapping(t, each, self.num_logprobs) for t, each in zip(delta.token_ids, shown)]  # noqa: B905
-        self._settle_end(delta)
+        self._settle_end(delta, output.logprobs)
         self.num_sent += len(delta.token_ids)
         self.finished = delta.finish_reason is not None
         return delta if delta.token_ids or self.finished else None
@@ -92,22 +92,37 @@ class Cursor:
                 delta.finish_reason, delta.stop_reason = "stop", token_id
                 return
 
-    def _settle_end(self, delta: TokenDelta) -> None:
+    def _settle_end(self, delta: TokenDelta, scores: Sequence[Mapping[int, Any]] | None) -> None:
+        """Show the token that ended the answer, or not.
+
+        Args:
+            delta: The last delta.
+            scores: ``CompletionOutput.logprobs``, which keep those of a stop word that was removed.
+        """
         if delta.finish_reason != "stop":
             return
         if delta.stop_reason is None:
             delta.stop_reason = self.default_end
         ended_by, among = delta.stop_reason, delta.token_ids[-1:] == [delta.stop_reason]
-        if among and not self.shows_end:
-            del delta.token_ids[-1:]
-            if delta.logprobs is not None:
-                del delta.logprobs[len(delta.token_ids) :]
-        elif self.shows_end and not among and ended_by is not None:
+        if not self.shows_end:
+            if among:
+                del delta.token_ids[-1:]
+            self._hide_scores(delta, scores)
+        elif not among and ended_by is not None:
             if self.num_logprobs is not None:
                 delta.finish_reason = "error"
                 delta.error = "this version of TensorRT-LLM reports no log probability of the token that ended it"
             else:
                 delta.token_ids.append(ended_by)
+
+    def _hide_scores(self, delta: TokenDelta, scores: Sequence[Mapping[int, Any]] | None) -> None:
+        """Leave the log probabilities of the shown tokens, and beside them the end token's."""
+        if delta.logprobs is None or self.num_logprobs is None:
+            return
+        del delta.logprobs[len(delta.token_ids) :]
+        behind = (scores or ())[self.num_sent + len(delta.token_ids) :][:1]
+        if delta.stop_reason is not None and behind and delta.stop_reason in behind[0]:
+            delta.end_logprobs = entries_of_mapping(delta.stop_reason, behind[0], self.num_logprobs)
 
 
 def entries_of(step: Sequence[tuple[int, float, int]]) -> list[TokenLogprob]:

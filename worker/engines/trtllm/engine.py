@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -49,12 +50,14 @@ from worker.engines.trtllm.reports import ExecutorReports
 from worker.engines.trtllm.running_request import RunningRequest
 from worker.engines.trtllm.settings import TrtllmConfig, checkpoint_facts, vocabulary_size
 from worker.engines.trtllm.speculative_request import SAMPLES, speculative_request
-from worker.engines.trtllm.submission import context_only, handed_logprobs, own_arguments
+from worker.engines.trtllm.submission import check_hand_over, context_only, handed_logprobs, own_arguments
 from worker.engines.trtllm.watched_chain import WatchedChain
 from worker.errors import Draining, EngineBroken, InvalidRequest, StartupError, one_line
 from worker.sampling import MAX_LOGPROBS, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_DEVICES = "UCX_NET_DEVICES"
 
 
 class TrtllmEngine(LibraryEngine[RunningRequest]):
@@ -96,6 +99,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         self._loop = asyncio.get_running_loop()
         for note in self.config.notes:
             logger.warning("%s", note)
+        if self.config.role != "aggregated" and self.config.kv_devices is not None:
+            os.environ[_DEVICES] = self.config.kv_devices  # of the cache transceiver, in the executor's process
         package = self._package = read_package()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
@@ -287,7 +292,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         reporter = self._channel.reporter(request.number)
         adapter.report, adapter.watch = reporter, reporter.step
         adapter.fails_open = self.config.fails_open
-        if int(self.config.options.get("tensor_parallel_size") or 1) > 1:
+        if self.config.num_copies > 1:
             # Ranks must agree on every token, and clocks differ between them: the worker enforces
             # the budget instead.
             failures = adapter.chain.failures
@@ -305,6 +310,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             raise InvalidRequest("sampling_params.n", "must be 1 in disaggregated serving: one sequence is handed over")
         if self.config.role != ("prefill" if isinstance(kv, KeepKv) else "decode"):
             raise InvalidRequest(disaggregated_params.FIELD, f"this worker serves {self.config.role}")
+        check_hand_over(None if request.chain is None else request.chain.chain)
         given = context_only(self._package) if isinstance(kv, KeepKv) else self._handed_over(request, kv.handle)
         request.disaggregated_params = given
         return {"disaggregated_params": given}

@@ -16,6 +16,7 @@ from typing import Any
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import Context
 from adapters.processors.seeded_sampler import SeededSampler
+from adapters.sampling.truncation import GREEDY_BELOW
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
 from worker.engines.chain_members import begin, dense_bias, other_members
@@ -99,7 +100,8 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     has_processors = chain is not None or bool(params.logits_processors)
-    native, rest = ({}, params) if generated or has_processors else _native(params, len(prompt), served)
+    cold = is_cold(params)
+    native, rest = ({}, params) if generated or has_processors or cold else _native(params, len(prompt), served)
     if chain is not None:
         begin(chain, request)
     if chain is not None and chain.backtracks:
@@ -113,7 +115,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
     seed = request.seed if params.seed is None else params.seed
     context = Context(Vocabulary(served.vocab_size), ends, seed, request.choice, max_tokens=params.max_tokens)
-    late = random and chain_samples
+    late = random and (chain_samples or cold)
     if native:
         check_values(params, context)
     try:
@@ -127,7 +129,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
-    drawn = sampling(rest) if random and not chain_samples else greedy()
+    drawn = sampling(rest, served.vocab_size) if random and not chain_samples else greedy()
     fields = fields_of(params, ends, served, len(generated)) | native | drawn
     chain_logprobs = params.logprobs if chain is not None else None
     if chain is None and params.logprobs is not None:
@@ -266,11 +268,26 @@ def greedy() -> dict[str, Any]:
     return {"temperature": None, "top_k": None, "top_p": None}
 
 
-def sampling(params: SamplingParams) -> dict[str, Any]:
-    """Fields of random sampling by temperature, top-k and top-p."""
+def is_cold(params: SamplingParams) -> bool:
+    """Whether the temperature is greedy in the worker's law, and not in the library's: logits that
+    it divides by such a number may not be finite, which ends the executor.
+    """
+    return params.temperature is not None and 0 < params.temperature < GREEDY_BELOW
+
+
+def sampling(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
+    """Fields of random sampling by temperature, top-k and top-p.
+
+    A top-k of the whole vocabulary is left out: that keeps all, and more than all is no number that
+    the library promises to take.
+
+    Args:
+        params: Sampling parameters.
+        vocab_size: Width of a row of logits.
+    """
     return {
         "temperature": 1.0 if params.temperature is None else params.temperature,
-        "top_k": params.top_k or None,
+        "top_k": params.top_k if params.top_k and params.top_k < vocab_size else None,
         "top_p": params.top_p,
     }
 

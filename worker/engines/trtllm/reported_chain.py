@@ -68,7 +68,8 @@ class ReportedChain:
             if problem is not None:
                 return problem
         if self.has_logprobs:
-            delta.logprobs = logprobs[: len(delta.token_ids)]
+            count = len(delta.token_ids)
+            delta.logprobs, delta.end_logprobs = logprobs[:count], next(iter(logprobs[count:]), None)
         if self.chain.wants_receipt:
             ends = delta.finish_reason is not None
             delta.engine_data = {"logits_processors": self.chain.receipt.as_json(attribution=ends)}
@@ -80,16 +81,25 @@ class ReportedChain:
         if position - self.num_given < self.handed_over:
             chain.replay_token(token_id)
             logprobs.append(self.handed_logprobs or [])
-            return None
+            return None if self.handed_logprobs or not self.has_logprobs else self._unscored(position)
         step = self._steps.pop(position, None)
         if step is None and not self.fails_open:
             message = f"were not called for position {position}: the engine went on without them"
-            return chain.fail(", ".join(dict.fromkeys(member.name for member in chain.members)), "skipped", message)
+            return chain.fail(self._names(), "skipped", message)
         step = step or Step(position)
+        if self.has_logprobs and not step.logprobs:
+            return self._unscored(position)
         over = self._over_budget(step)
         chain.record(token_id, step.edits)
         logprobs.append(entries_of(step.logprobs or ()))
         return over
+
+    def _unscored(self, position: int) -> ProcessorFailed:
+        message = f"reported no log probabilities of position {position}"
+        return self.chain.fail(self._names(), "skipped", message)
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(member.name for member in self.chain.members))
 
     def _over_budget(self, step: Step) -> ProcessorFailed | None:
         budget = math.inf if self.step_budget_s is None else self.step_budget_s

@@ -45,6 +45,8 @@ class TrtllmConfig:
         role: ``prefill`` and ``decode`` transfer KV through TensorRT-LLM's cache transceiver.
         kv_lease_s: Seconds that a prefill worker keeps the KV of a prompt, and stays after its last
             prompt, for decode workers to fetch it.
+        kv_devices: Network devices over which KV goes, as in ``UCX_NET_DEVICES``; None leaves them
+            to the library.
         canary_interval_s: Seconds without a response after which a canary is sent.
         canary_timeout_s: Timeout of the canary.
         notes: A line for each given argument that is not followed.
@@ -62,6 +64,7 @@ class TrtllmConfig:
     fails_open: bool = False
     role: Role = "aggregated"
     kv_lease_s: float = 30.0
+    kv_devices: str | None = None
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 60.0
     notes: tuple[str, ...] = ()
@@ -73,6 +76,12 @@ class TrtllmConfig:
     def drafts(self) -> bool:
         """Whether TensorRT-LLM decodes speculatively, and so calls no logits processors."""
         return asks_for_drafts(self.options)
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that call a request's logits processors, each its own copy."""
+        sizes = (self.options.get(name) or 1 for name in ("tensor_parallel_size", "context_parallel_size"))
+        return math.prod(int(size) for size in sizes)
 
     @property
     def guided_backend(self) -> str | None:
@@ -156,6 +165,7 @@ def config_from(arguments: Arguments) -> TrtllmConfig:
         fails_open=arguments.processor_errors == "open",
         role=role,
         kv_lease_s=arguments.kv_lease_s,
+        kv_devices=arguments.kv_transfer_devices if "kv_transfer_devices" in arguments.given else None,
         notes=sorted_.notes,
         served_model_name=arguments.served_model_name,
         adapters=adapters,

@@ -8,7 +8,16 @@ from worker.engines.chain_members import begin
 from worker.engines.refusals import check_refused
 from worker.engines.request import EngineRequest
 from worker.engines.trtllm.native_guides import FIELD, NativeGuides, guide_of
-from worker.engines.trtllm.params import ALWAYS_NATIVE, REFUSED, NativeRequest, Served, fields_of, greedy, sampling
+from worker.engines.trtllm.params import (
+    ALWAYS_NATIVE,
+    REFUSED,
+    NativeRequest,
+    Served,
+    fields_of,
+    greedy,
+    is_cold,
+    sampling,
+)
 from worker.engines.trtllm.speculation import BACKEND
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -50,9 +59,8 @@ def speculative_request(request: EngineRequest, served: Served, guides: NativeGu
         guide, watched = guides.guide(processor), chain
         begin(chain, request)
     native = fields_of(params, ends, served, len(request.generated_token_ids))
-    return NativeRequest(
-        native | (greedy() if params.is_greedy else sampling(params)), ends, guide=guide, watched=watched
-    )
+    drawn = greedy() if params.is_greedy or is_cold(params) else sampling(params, served.vocab_size)
+    return NativeRequest(native | drawn, ends, guide=guide, watched=watched)
 
 
 def _check_controls(params: SamplingParams, served: Served) -> None:

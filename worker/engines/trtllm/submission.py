@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from adapters.chain import ProcessorChain
 from worker.engines import EngineRequest, TokenLogprob
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.deltas import entries_of
@@ -48,6 +49,28 @@ def context_only(package: Package) -> Any:
     if "disagg_request_id" in {field.name for field in dataclasses.fields(cls)}:
         ids["disagg_request_id"] = _MIN_DISAGG_ID + secrets.randbelow(2**63 - _MIN_DISAGG_ID)
     return cls(request_type="context_only", **ids)
+
+
+def check_hand_over(chain: ProcessorChain | None) -> None:
+    """Refuse processors that need more of the other worker than its token: it samples the first one
+    on the logits that it has, and is not told how long the answer may become.
+
+    Args:
+        chain: Processors of a request in disaggregated serving, None without any.
+
+    Raises:
+        InvalidRequest: one of them does; it is named.
+    """
+    members = [] if chain is None else chain.members
+    reasons = {
+        "keeps a state that is made of logits": [one.name for one in members if one.processor.observes_logits],
+        "counts down to max_tokens": [one.name for one in members if one.processor.counts_down],
+    }
+    for reason, names in reasons.items():
+        if names:
+            problem = f"holds {', '.join(names)}, which {reason}, and TensorRT-LLM samples the first token on the "
+            problem += "prefill worker; use aggregated workers, or the embedded engine"
+            raise InvalidRequest("sampling_params.logits_processor", problem)
 
 
 def handed_logprobs(hand_off: Mapping[str, Any]) -> list[TokenLogprob] | None:

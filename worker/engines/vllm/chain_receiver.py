@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from adapters.catalog import precompute
 from adapters.chain import ProcessorChain
 from adapters.vllm.model import ModelFacts
+from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import Params
 from adapters.vllm.rows import NUM_BUILDERS, Row, with_row
 from adapters.vocabulary import vocabulary_at
@@ -33,15 +34,22 @@ class ChainReceiver:
             precompute(vocabulary)
             self.never_ids = vocabulary.never_ids
 
-    def new_row(self, params: Params) -> Row | None:
-        """The row of a request that begins; None if it has no chain."""
+    def new_row(self, params: Params, *, is_resumed: bool = False) -> Row | None:
+        """The row of a request that begins; None if it has no chain.
+
+        A chain that has begun goes on with a request that is resumed: where the scheduler is in
+        another process, the parameters come anew, and no row is kept with them.
+        """
         shipped = (params.extra_args or {}).get(SHIPPED)
         if shipped is None:
             return None
         found = Shipped(*shipped)
-        return with_row(params, Row(self._threads.submit(_chain_of, found), found.end_id, found.report))
+        begun = REPORTS.begun(found.report) if is_resumed else None
+        row = Row(self._threads.submit(_chain_of, found, begun), found.end_id, found.report)
+        row.applied = begun is not None
+        return with_row(params, row)
 
 
-def _chain_of(shipped: Shipped) -> ProcessorChain:
-    chain: ProcessorChain = pickle.loads(shipped.chain)
+def _chain_of(shipped: Shipped, begun: ProcessorChain | None) -> ProcessorChain:
+    chain: ProcessorChain = pickle.loads(shipped.chain) if begun is None else begun
     return chain
