@@ -7,6 +7,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -855,6 +857,36 @@ def test_threads_that_generate_at_once_get_their_own_results() -> None:
         thread.join(60)
     assert found == {first: [model.greedy([first, 20 + place], 9) for place in range(6)] for first in range(3, 7)}
     assert [(one.request_id, one.token_ids) for one in engine.step()] == [(added, model.greedy([9], 3))]
+
+
+FORKED = """
+import os, sys, torch
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
+
+torch.set_num_threads(2)
+engine = Engine(sys.argv[1])
+for number in range(2):
+    if os.fork() == 0:
+        torch.set_num_threads(2 - number)
+        try:
+            print(engine.generate([[5, 6, 7] * 30], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids)
+        except RuntimeError as error:
+            print(error)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+print(engine.generate([[5, 6, 7] * 30], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids)
+"""
+
+
+def test_a_forked_process_computes_with_one_thread(checkpoints: dict[str, Path]) -> None:
+    """With more it waited for threads that only the process before has."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(checkpoints["llama"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    refused, alone, before = done.stdout.splitlines()
+    assert refused.startswith("this process was forked from the one that loaded the model")
+    assert alone == before
 
 
 def test_a_processor_must_not_call_the_engine() -> None:
