@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from worker import __version__
-from worker.engines.weights import NotSupported, PauseMode, WrongState
+from worker.engines.weights import REASONS, NotSupported, PauseMode, WrongState
 from worker.errors import InvalidRequest, shown
 from worker.server.engine_routes import Answer, Asked, EngineRoutes, Route, check_names, text_of, version_name
 
@@ -83,7 +83,7 @@ class SglangRoutes:
         check_names(asked, ())
         state = self._routes.weights.weights_state
         if state != "serving":
-            raise WrongState(f"the engine is {state.replace('_', ' ')}")
+            raise WrongState(REASONS[state])
         return {}
 
     async def _model_info(self, asked: Asked) -> Answer:
