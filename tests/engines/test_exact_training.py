@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,6 +205,65 @@ def test_a_checkpoint_that_transformers_cannot_read(checkpoints: dict[str, Path]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(StartupError, match=r"its weights are in a form of this worker's \(Q4_1, Q8_0\)"):
         ExactLogprobs(policy, tmp_path / "model")
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer as peft's LoRA has it: its ``weight`` is that of the layer below it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_a = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.lora_b = torch.nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.base_layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.base_layer(x) + self.lora_b(self.lora_a(x))
+        return added
+
+
+def test_a_policy_with_other_tensors_is_refused(path: Path) -> None:
+    """The engine would compute without an adapter, and torch with it."""
+    policy = policy_of(path)
+    exact = ExactLogprobs(policy, path)
+    attention = policy.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    message = r"^policy: tensor model\.layers\.1\.self_attn\.q_proj\.base_layer\.weight must be of shape none, as in "
+    for ask in (lambda: exact(ROLLOUTS), lambda: exact.values(ROLLOUTS), lambda: ExactLogprobs(policy, path)):
+        with pytest.raises(StartupError, match=message):
+            ask()
+    attention.q_proj = attention.q_proj.base_layer
+    assert len(exact.values(ROLLOUTS)) == len(ROLLOUTS)
+    for change in (8, -8):
+        resized = policy_of(path)
+        size = resized.config.vocab_size
+        resized.resize_token_embeddings(size + change, mean_resizing=False)
+        with pytest.raises(StartupError, match=rf"^policy: tensor lm_head\.weight must be of shape \[{size}, "):
+            ExactLogprobs(resized, path)
+
+
+def test_an_interrupted_call_is_made_again(exact: ExactLogprobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it was interrupted: while weights are packed, or in a step."""
+    expected = exact.values(ROLLOUTS)
+    for place in (exact._model, "settled"), (exact._stepper, "step"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                exact.values(ROLLOUTS)
+        assert exact.values(ROLLOUTS) == expected
+
+
+def test_a_compiled_policy_has_the_same_numbers(checkpoints: dict[str, Path], exact: ExactLogprobs) -> None:
+    compiled: Any = torch.compile(policy_of(checkpoints["llama"]), backend="eager")
+    compiled.model.layers[0] = torch.compile(compiled.model.layers[0], backend="eager")
+    assert ExactLogprobs(compiled, checkpoints["llama"]).values(ROLLOUTS) == exact.values(ROLLOUTS)
 
 
 def test_a_full_context_is_scored(exact: ExactLogprobs) -> None:

@@ -19,6 +19,7 @@ import torch
 from engine_port_client import BYTES_OPTIONS, KEY, Trainer, tensors_of, trained
 from safetensors.torch import save
 
+from worker.engines.weights import REASONS
 from worker.errors import InvalidRequest
 from worker.server.connection_threads import MOST_WAITING
 from worker.server.engine_routes import new_memory
@@ -226,6 +227,9 @@ async def test_a_checkpoint_that_is_gone_when_it_wakes(
         await trainer.tell("sleep", level=2)
         weights.rename(tmp_path / "away")
         assert (await trainer.tell("wake"))["state"] == "needs_weights"
+        for route, method in (("/engine/resume", "POST"), ("/engine/sleep", "POST"), ("/health_generate", "GET")):
+            status, answer = await trainer.ask(route, method=method)
+            assert (status, answer["message"]) == (409, REASONS["needs_weights"])
         status, _ = await trainer.give(tensors)
         assert status == 200
         assert (await trainer.generate(12)).token_ids == before.token_ids

@@ -225,6 +225,18 @@ def test_a_schema_that_two_parsers_read_differently(schema: str) -> None:
         sglang_request.read(fields)
 
 
+def test_slimes_sampling_params_are_read() -> None:
+    """All that its rollouts send (slime/rollout/sglang_rollout.py): each of them was refused."""
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, "stop": None, "stop_token_ids": None}
+    params |= {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    fields = {"input_ids": [5, 6], "sampling_params": params, "return_logprob": True}
+    (read,) = sglang_request.read(fields).requests
+    assert read.completion["include_stop_str_in_output"] is True
+    assert "spaces_between_special_tokens" not in read.completion
+    with pytest.raises(FieldRefused, match=r"^sampling_params\.spaces_between_special_tokens: must be true or false"):
+        sglang_request.read({**fields, "sampling_params": {**params, "spaces_between_special_tokens": 0}})
+
+
 NAMED = [{"name": "temperature", "args": {"value": 0.5}}]
 
 

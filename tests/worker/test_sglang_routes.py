@@ -138,7 +138,8 @@ async def test_a_pause_that_keeps_requests(trainer: Trainer, mode: str) -> None:
 async def test_an_update_waits_or_aborts(trainer: Trainer, models: list[Path]) -> None:
     for aborts in (False, True):
         task, _ = await begun(trainer, 900)
-        fields = {"model_path": str(models[0]), "abort_all_requests": aborts, "flush_cache": True, "is_async": False}
+        fields = {"model_path": str(models[0]), "abort_all_requests": aborts, "flush_cache": True}
+        fields |= {"is_async": False, "keep_pause": False}
         await post(trainer, "/update_weights_from_disk", fields)
         answer = await task
         assert answer.chunks[-1]["engine_data"].get("abort", False) == aborts
@@ -173,6 +174,7 @@ async def test_verl_releases_and_resumes_memory(trainer: Trainer, models: list[P
         ("/update_weights_from_disk", {"model_path": "/x", "load_format": "dummy"}, 400, "load_format"),
         ("/update_weights_from_disk", {"model_path": "/x", "flush_cache": False}, 400, "flush_cache"),
         ("/update_weights_from_disk", {"model_path": "/x", "is_async": True}, 400, "is_async"),
+        ("/update_weights_from_disk", {"model_path": "/x", "keep_pause": True}, 400, "keep_pause"),
         ("/update_weights_from_disk", {"model_path": "/no/such"}, 400, "model_path"),
         ("/update_weights_from_disk", {}, 400, "model_path"),
     ],

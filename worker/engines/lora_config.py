@@ -8,9 +8,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from worker.models.problems import shown
+
+Number = TypeVar("Number", int, float)
 
 _MAX_PATTERN = 256
 _PLAIN_PATTERN = re.compile(r"(?:[\w.|()^$-]|\\[.d]|\[0-9\]|[*+](?!\)*[*+]))*")
@@ -79,11 +81,11 @@ class LoraConfig:
 
     def rank(self, layer: str) -> int:
         """Rank of a layer."""
-        return self.rank_pattern.get(_matching(self.rank_pattern, layer), self.r)
+        return _of_layer(self.rank_pattern, layer, self.r)
 
     def alpha(self, layer: str) -> float:
         """Alpha of a layer."""
-        return self.alpha_pattern.get(_matching(self.alpha_pattern, layer), self.lora_alpha)
+        return _of_layer(self.alpha_pattern, layer, self.lora_alpha)
 
     def scale(self, layer: str) -> float:
         """Factor of ``B @ A`` of a layer."""
@@ -181,6 +183,7 @@ def _check_pattern(name: str, pattern: str) -> None:
         raise ValueError(f"{name}: {shown(pattern)} must be names, alternatives and {_MAX_REPEATS} repetitions at most")
 
 
-def _matching(patterns: Mapping[str, Any], layer: str) -> str:
-    """The first pattern that matches the end of a layer's name, as peft has it."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", layer)), "")
+def _of_layer(patterns: Mapping[str, Number], layer: str, default: Number) -> Number:
+    """The value of the first pattern that matches the end of a layer's name, as peft has it."""
+    matching = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    return next(matching, default)

@@ -23,6 +23,14 @@ and so could not go on.
 
 State = Literal["serving", "paused", "asleep", "needs_weights"]
 
+REASONS: Mapping[State, str] = {
+    "serving": "the engine serves",
+    "paused": "the engine pauses",
+    "asleep": "the engine sleeps",
+    "needs_weights": "the engine has no weights since its sleep: an update must bring all of them",
+}
+"""States as reasons why something cannot be done."""
+
 
 class WeightsRefused(ServingError):
     """An update that cannot be taken; the weights are as they were."""

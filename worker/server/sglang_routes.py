@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from worker import __version__
-from worker.engines.weights import NotSupported, PauseMode, WrongState
+from worker.engines.weights import REASONS, NotSupported, PauseMode, WrongState
 from worker.errors import InvalidRequest, shown
 from worker.server.engine_routes import Answer, Asked, EngineRoutes, Route, check_names, text_of, version_name
 
@@ -83,7 +83,7 @@ class SglangRoutes:
         check_names(asked, ())
         state = self._routes.weights.weights_state
         if state != "serving":
-            raise WrongState(f"the engine is {state.replace('_', ' ')}")
+            raise WrongState(REASONS[state])
         return {}
 
     async def _model_info(self, asked: Asked) -> Answer:
@@ -161,7 +161,7 @@ class SglangRoutes:
     async def _update(self, asked: Asked) -> Answer:
         names = ("model_path", "load_format", "weight_version", "abort_all_requests", "flush_cache", "is_async")
         ignored = ("torch_empty_cache", "recapture_cuda_graph", "token_step")
-        check_names(asked, (*names, *ignored))
+        check_names(asked, (*names, "keep_pause", *ignored))
         fields = asked.fields
         if fields.get("load_format") not in (None, "auto", "safetensors"):
             raise InvalidRequest("load_format", f"must be auto or safetensors, got {shown(fields['load_format'])}")
@@ -169,6 +169,10 @@ class SglangRoutes:
             raise InvalidRequest("flush_cache", "must be true: no cache outlives its weights")
         if _flag(fields, "is_async", default=False):
             raise InvalidRequest("is_async", "must be false: the answer says that the weights have changed")
+        if _flag(fields, "keep_pause", default=False):
+            raise InvalidRequest(
+                "keep_pause", "must be false: a worker that was paused before stays paused, and no other"
+            )
         mode: PauseMode = "abort" if _flag(fields, "abort_all_requests", default=False) else "finish"
         path = Path(text_of(fields, "model_path", 4096))
         await self._routes.update_from(path, version_name(fields), mode)

@@ -260,6 +260,33 @@ def test_top_n_of_whole_prompts() -> None:
         assert list(entry.values()) == pytest.approx(expected.values[2, place].tolist(), abs=1e-12)
 
 
+def test_top_n_are_of_the_mode_that_is_asked_for() -> None:
+    """Past its prompt a row's are of what was sampled from; others are raw in any mode."""
+    logits, found = torch.randn(2, 20, generator=torch.Generator().manual_seed(5)), dict[int, list[TopN]]()
+    params = InferenceParams(top_k=2, temperature=0.5, top_n_logprobs=3, seed=1, logprobs_mode="processed")
+    sample(logits, params, generation_started=[True, False], top_n_logprobs_dict=found)
+    kept = (logits[0].double() / 0.5).topk(2)
+    (entry,) = found[0]
+    assert list(entry) == kept.indices.tolist()
+    assert list(entry.values()) == pytest.approx(kept.values.log_softmax(-1).tolist(), abs=1e-6)
+    (entry,) = found[1]
+    assert list(entry.values()) == pytest.approx(logits[1].double().log_softmax(-1).topk(3).values.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_padding_is_not_among_the_top_n(is_prompt: bool) -> None:
+    """It is part of the whole."""
+    logits, found = (torch.arange(20.0) / 10).repeat(1, 4, 1), dict[int, list[TopN]]()
+    whole = logits if is_prompt else None
+    params = InferenceParams(top_n_logprobs=2, seed=1)
+    sample(logits[:, -1], params, vocab_size=15, generation_started=[True], top_n_logprobs_dict=found, logits=whole)
+    assert len(found[0]) == (4 if is_prompt else 1)
+    expected = logits[0, 0].double().log_softmax(-1)[[14, 13]].tolist()
+    for entry in found[0]:
+        assert list(entry) == [14, 13]
+        assert list(entry.values()) == pytest.approx(expected, abs=1e-12)
+
+
 def test_ids_of_equal_text_are_two_entries() -> None:
     class Same(WordTokenizer):
         def detokenize(self, ids: Sequence[int]) -> str:

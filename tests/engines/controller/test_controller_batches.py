@@ -586,6 +586,17 @@ def test_several_answers_and_logits(controller: TextGenerationController, kind: 
     assert request.prompt_logits.shape == (len(request.prompt_tokens or ()), controller.engine.info.vocab_size)
 
 
+def test_the_best_of_several_answers_is_not_streamed(controller: TextGenerationController) -> None:
+    """Another one's tokens were streamed than those that the request has at its end."""
+    params = InferenceParams(num_tokens_to_generate=4, seed=1, best_of=3)
+    request, stream = InferenceRequest(request_id="one", prompt="Hello", sampling_params=params), TokenStream("one")
+    with pytest.raises(ValueError, match=r"^best_of of request 'one' must be n"):
+        controller.add_request(request, stream)
+    with pytest.raises(ValueError, match=r"^best_of of request 'one' must be n"):
+        controller.generate_all_output_tokens_static_batch({0: request}, {0: stream})
+    assert controller.generate_output_tokens_dynamic_batch() is None
+
+
 def test_a_request_that_fails_says_so(controller: TextGenerationController) -> None:
     def breaks(*arguments: Any) -> None:
         raise RuntimeError("no")

@@ -7,6 +7,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -836,6 +838,57 @@ def test_another_thread_gets_its_turn_while_generating(what: str) -> None:
     assert first.finish_reason == ("length" if what == "suspend" else "cancelled")
 
 
+def test_threads_that_generate_at_once_get_their_own_results() -> None:
+    """A thread that got another one's results left it waiting for ever."""
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    added = engine.add([9], SamplingParams(max_tokens=3, ignore_eos=True))
+    found: dict[int, list[list[int]]] = {}
+
+    def generate(first: int) -> None:
+        prompts = [[first, 20 + place] for place in range(6)]
+        results = engine.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True), progress=False)
+        found[first] = [result.token_ids for result in results]
+
+    threads = [threading.Thread(target=generate, args=(first,), daemon=True) for first in range(3, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {first: [model.greedy([first, 20 + place], 9) for place in range(6)] for first in range(3, 7)}
+    assert [(one.request_id, one.token_ids) for one in engine.step()] == [(added, model.greedy([9], 3))]
+
+
+FORKED = """
+import os, sys, torch
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
+
+torch.set_num_threads(2)
+engine = Engine(sys.argv[1])
+for number in range(2):
+    if os.fork() == 0:
+        torch.set_num_threads(2 - number)
+        try:
+            print(engine.generate([[5, 6, 7] * 30], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids)
+        except RuntimeError as error:
+            print(error)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+print(engine.generate([[5, 6, 7] * 30], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids)
+"""
+
+
+def test_a_forked_process_computes_with_one_thread(checkpoints: dict[str, Path]) -> None:
+    """With more it waited for threads that only the process before has."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(checkpoints["llama"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    refused, alone, before = done.stdout.splitlines()
+    assert refused.startswith("this process was forked from the one that loaded the model")
+    assert alone == before
+
+
 def test_a_processor_must_not_call_the_engine() -> None:
     engine = scripted()
 
@@ -877,6 +930,22 @@ def test_an_interrupt_leaves_the_engine_usable() -> None:
     assert engine.unfinished == []
     engine.session.stepper.scheduler.check_integrity()
     assert engine.generate([3, 4], SamplingParams(max_tokens=4))[0].token_ids == model.greedy([3, 4], 4)
+
+
+def test_an_interrupt_between_prompts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted()
+    add, added = engine.session.add, Mock()
+
+    def interrupted(group: Any) -> None:
+        if added.called:
+            raise KeyboardInterrupt
+        added(group)
+        add(group)
+
+    monkeypatch.setattr(engine.session, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[3], [4], [5]], SamplingParams(max_tokens=2))
+    assert engine.unfinished == []
 
 
 def test_an_interrupted_step_loses_no_result() -> None:

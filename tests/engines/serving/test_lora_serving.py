@@ -248,3 +248,12 @@ def test_settings_are_understood_or_refused(config: dict[str, Any]) -> None:
     layer = "model.layers.1.self_attn.q_proj"
     alpha, rank = found.alpha(layer), found.rank(layer)
     assert found.scale(layer) == alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def test_a_pattern_of_no_layer_changes_none() -> None:
+    """An empty one was taken for all that no other pattern matches."""
+    patterns = {"rank_pattern": {"": 4, "k_proj": 2}, "alpha_pattern": {"": 64, "layers.1.self_attn.q_proj": 3}}
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj"], **patterns}
+    found, at = read_config(config), "model.layers.1.self_attn"
+    assert [found.rank(f"{at}.{name}") for name in ("q_proj", "k_proj", "o_proj")] == [8, 2, 8]
+    assert [found.alpha(f"{at}.{name}") for name in ("q_proj", "k_proj", "o_proj")] == [3, 16, 16]

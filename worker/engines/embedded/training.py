@@ -32,6 +32,9 @@ from worker.errors import InvalidRequest, StartupError
 from worker.models.quantised import format_of
 from worker.sampling import SamplingParams
 
+_COMPILED = "_orig_mod."
+"""Part of the names of tensors in modules that ``torch.compile`` has wrapped."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -54,14 +57,16 @@ class ExactLogprobs:
     compute it, from the policy's own weights: they agree with the values up to rounding.
 
     Args:
-        policy: transformers' causal language model, on the CPU, without dropout.
+        policy: transformers' causal language model, on the CPU, without dropout, and with adapters
+            merged into its weights; it may be compiled.
         model_path: Directory of the checkpoint that it was loaded from, for its geometry and its
             tokenizer.
         settings: Further fields of `EmbeddedConfig`, as of the worker that makes the rollouts; its
             `dtype` must be the policy's, and its weights are not quantised.
 
     Raises:
-        StartupError: the engine does not serve the checkpoint with these settings.
+        StartupError: the engine does not serve the checkpoint with these settings, or the policy
+            has other tensors than the checkpoint's model, such as adapters.
 
     Attributes:
         made_by: Description of the kernels that compute the values, as a receipt has it: that of
@@ -96,6 +101,7 @@ class ExactLogprobs:
 
         Raises:
             InvalidRequest: a token is not in the vocabulary, or a text is too long.
+            StartupError: the policy has other tensors than the checkpoint's model by now.
             RuntimeError: the logits of a token are not finite.
         """
         if not rollouts:
@@ -116,7 +122,7 @@ class ExactLogprobs:
 
     def _first_network(self) -> tuple[Network, ModelFacts]:
         from worker.engines.embedded.model.checkpoint_gate import read_checked  # imports transformers
-        from worker.engines.embedded.model.transformers_checkpoint import facts_of
+        from worker.engines.embedded.model.transformers_checkpoint import facts_of, tensor_shapes
 
         directory, dtype = Path(self._config.model_path), self._policy.dtype
         settings = read_settings(directory)
@@ -127,6 +133,8 @@ class ExactLogprobs:
                 "worker.models makes of a GGUF file, or on the default model of launch/agg.sh --quantization none"
             )
         config, geometry = read_checked(directory, settings, dtype)
+        self._shapes = tensor_shapes(config)
+        self._check_tensors()
         network = self._network(geometry.max_position_embeddings if geometry is not None else 0)
         return network, facts_of(config, network, geometry, dtype, directory, settings, None)
 
@@ -138,10 +146,23 @@ class ExactLogprobs:
         modules = copy.deepcopy(self._policy, parameters).eval()  # of which `packed` leaves nothing
         return in_own_thread(lambda: packed(modules, self._kernels, num_positions, self._config.context_length))
 
+    def _check_tensors(self) -> None:
+        """Raises `StartupError` for a tensor that the engine would leave out, or misread."""
+        found = {name.replace(_COMPILED, ""): value.shape for name, value in self._policy.state_dict().items()}
+        for name in sorted(found.keys() | self._shapes.keys()):
+            shape, expected = (None if name not in each else list(each[name]) for each in (found, self._shapes))
+            if shape != expected:
+                raise StartupError(
+                    f"policy: tensor {name} must be of shape {expected or 'none'}, as in {self._config.model_path}, "
+                    f"got {shape or 'none'}; merge adapters into the weights"
+                )
+
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
+        self._check_tensors()
         self._stepper.drop_kv()
-        self._model.drop_network()
+        if self._model.has_network:  # else the call before was interrupted here
+            self._model.drop_network()
         self._model.replace_network(self._model.settled(self._network(self._num_positions)))
         for request in requests:  # those with one prompt wait for the first one's KV
             self._stepper.add(request)

@@ -49,7 +49,7 @@ SAMPLING: Mapping[str, str] = {
 _SAMPLING_REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "structural_tag": ("is not supported here; name the processor structural_tag in logits_processors", ()),
     "custom_params": ("are for custom processors of SGLang; name processors in logits_processors", ({},)),
-    "spaces_between_special_tokens": ("false is not supported", (True,)),
+    "spaces_between_special_tokens": ("must be true or false, which changes no text here", (True, False)),
     "stream_interval": ("is not supported", (1,)),
     "stop_regex": ("is not supported", ([],)),
 }

@@ -94,8 +94,8 @@ class TextGenerationController(PaddedBatches, Streaming):
         Args:
             last_token_logits: floating ``[B, V]``.
             sampling_params: Parameters of all rows, or one for each; their temperature, truncation,
-                seed and top-n.
-            vocab_size: Ids from it on are padding and never sampled.
+                seed, top-n and `logprobs_mode`.
+            vocab_size: Ids from it on are padding, never sampled, and not among the top-n.
             generation_started: bool ``[B]``: rows past their prompt; needed for top-n.
             top_n_logprobs_dict: Lists by row, to which this call appends the top-n: one entry if
                 the row is past its prompt or requests the prompt's too.
@@ -113,9 +113,10 @@ class TextGenerationController(PaddedBatches, Streaming):
         count, width = last_token_logits.shape
         params = [sampling_params] * count if isinstance(sampling_params, InferenceParams) else list(sampling_params)
         check_sampling(params, count, width, vocab_size, positions)
-        if any(one.top_n_logprobs for one in params):
-            add_top_n(params, last_token_logits, generation_started, top_n_logprobs_dict, logits)
         samples = sample_rows(last_token_logits, params, vocab_size, positions)
+        if any(one.top_n_logprobs for one in params):
+            rows = samples, last_token_logits, vocab_size
+            add_top_n(params, *rows, generation_started, top_n_logprobs_dict, logits)
         self.sampling_errors = samples.errors
         tokens = [NO_TOKEN if row in samples.errors else token for row, token in enumerate(samples.token_ids)]
         return torch.tensor(tokens, dtype=torch.int64, device=last_token_logits.device)
@@ -132,7 +133,8 @@ class TextGenerationController(PaddedBatches, Streaming):
         Raises:
             MaxSequenceLengthOverflowError: prompt and answer do not fit into the context.
             InvalidRequest: it cannot be served.
-            ValueError: the id is in use, or a static batch is unfinished.
+            ValueError: the id is in use, a static batch is unfinished, or the best of several
+                answers is to be streamed.
         """
         with self._lock:
             if self._in_static_batch:
@@ -212,7 +214,7 @@ class TextGenerationController(PaddedBatches, Streaming):
                 context.
             InvalidRequest: a request cannot be served.
             ValueError: there are more answers than the engine's batch size, a stream has no
-                request, or a dynamic batch is unfinished.
+                request, or is of the best of several answers, or a dynamic batch is unfinished.
         """
         unknown = [key for key in active_streams or {} if key not in active_requests]
         if unknown:
@@ -282,14 +284,20 @@ class TextGenerationController(PaddedBatches, Streaming):
             if request_id in taken:
                 raise ValueError(f"request id {request_id!r} is taken")
             taken.add(request_id)
+        for one in requests:
+            params = one.sampling_params
+            if one.request_id in streams and (params.best_of or params.n) > params.n:
+                raise ValueError(
+                    f"best_of of request {one.request_id!r} must be n: which answer is best shows at the end"
+                )
         prompts = [self._prompt_tokens(one) for one in requests]
         for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             self._check_length(f"prompts[{index}]", request.sampling_params, len(prompt))
-        params = [
+        wanted = [
             one.sampling_params.to_sampling_params(len(prompt)) for one, prompt in zip(requests, prompts, strict=True)
         ]
         named = [one.sampling_params.processors for one in requests]
-        groups = self._session.prepare(prompts, params, named)
+        groups = self._session.prepare(prompts, wanted, named)
         for request, prompt, group in zip(requests, prompts, groups, strict=True):
             if request.prompt_tokens is None:
                 request.prompt_tokens = prompt

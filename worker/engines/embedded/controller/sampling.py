@@ -57,33 +57,47 @@ def check_sampling(
 
 def add_top_n(
     params: Sequence[InferenceParams],
+    samples: Samples,
     last: torch.Tensor,
+    vocab_size: int | None,
     started: torch.Tensor | Sequence[bool] | None,
     target: MutableMapping[int, list[TopN]] | None,
     logits: torch.Tensor | None,
 ) -> None:
     """Add the top-n of each row that asks; see `TextGenerationController.sample_from_logits`.
 
+    Args:
+        params: Parameters of each row.
+        samples: Result of `sample_rows`.
+        last: Logits ``[B, V]`` of the rows.
+        vocab_size: Ids from it on are never among the top-n.
+        started: Whether each row is past its prompt; the top-n of others are the model's own.
+        target: Lists by row.
+        logits: Logits ``[B, S, V]`` of the prompts.
+
     Raises:
         ValueError: an argument is missing, or the prompt's logits are given and to be skipped.
     """
     if target is None or started is None:
         raise ValueError("top_n_logprobs needs generation_started and top_n_logprobs_dict")
+    if logits is not None and any(one.top_n_logprobs and one.skip_prompt_log_probs for one in params):
+        raise ValueError("logits of the prompt are given, and skip_prompt_log_probs is set")
     for row, one in enumerate(params):
         if not one.top_n_logprobs:
             continue
-        if logits is not None and one.skip_prompt_log_probs:
-            raise ValueError("logits of the prompt are given, and skip_prompt_log_probs is set")
         if logits is not None:
-            target.setdefault(row, []).extend(_top_n(logits[row], one.top_n_logprobs))
-        elif bool(started[row]) or not one.skip_prompt_log_probs:
-            target.setdefault(row, []).extend(_top_n(last[row : row + 1], one.top_n_logprobs))
+            target.setdefault(row, []).extend(_top_n(logits[row], one.top_n_logprobs, vocab_size))
+        elif bool(started[row]):
+            target.setdefault(row, []).append(entry(samples.logprobs[row]))
+        elif not one.skip_prompt_log_probs:
+            target.setdefault(row, []).extend(_top_n(last[row : row + 1], one.top_n_logprobs, vocab_size))
 
 
-def _top_n(rows: torch.Tensor, count: int) -> list[TopN]:
-    """The top-n of each row of ``[S, V]``."""
-    tokens = rows.nan_to_num(-torch.inf).argmax(-1).tolist()
-    return [entry(one) for one in token_logprobs(rows, tokens, [count] * len(tokens))]
+def _top_n(rows: torch.Tensor, count: int, vocab_size: int | None) -> list[TopN]:
+    """The top-n of each row of ``[S, V]``, the model's own."""
+    tokens = rows.nan_to_num(-torch.inf)[:, :vocab_size].argmax(-1).tolist()
+    never = None if vocab_size is None else slice(vocab_size, None)
+    return [entry(one) for one in token_logprobs(rows, tokens, [count] * len(tokens), never)]
 
 
 def _row_request(row: int, params: InferenceParams, position: int) -> Request:
@@ -94,5 +108,7 @@ def _row_request(row: int, params: InferenceParams, position: int) -> Request:
         top_k=params.top_k,
         top_p=params.to_sampling_params(1).top_p,
         min_p=params.min_p or None,
+        logprobs=params.top_n_logprobs or None,
+        logprobs_mode=params.logprobs_mode,
     )
     return Request(str(row), row, controls, [0] * position, position, position + 1, frozenset(), seed, choice=row)

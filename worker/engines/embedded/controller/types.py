@@ -76,7 +76,8 @@ class InferenceParams:
         return_logits: The rows that tokens were sampled from.
         return_prompt_logits: The rows of the prompt's tokens.
         n: Answers to return.
-        best_of: Answers to generate, of which the `n` most likely are returned; `n` by default.
+        best_of: Answers to generate, of which the `n` most likely are returned; `n` by default, and
+            where answers are streamed.
         logits_processor: Callables under TensorRT-LLM's contract.
         processors: Logits processors by name, ``{"name": ..., "args": {...}}``.
 

@@ -191,6 +191,17 @@ def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) ->
     return network, list(report["unexpected_keys"])
 
 
+def tensor_shapes(config: Any) -> dict[str, torch.Size]:
+    """Shapes of the tensors of transformers' causal language model, by the names of its modules.
+
+    Args:
+        config: Configuration from `checkpoint_gate.read_checked`.
+    """
+    maker: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return {name: value.shape for name, value in maker.from_config(config).state_dict().items()}
+
+
 class TensorNames:
     """The names of a checkpoint's tensors, as transformers' causal language model takes them.
 

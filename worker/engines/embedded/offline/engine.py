@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,8 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """Offline engine for one thread; other threads may suspend, resume and abort::
+    """Offline engine; calls that compute wait for each other, and any thread may suspend, resume
+    and abort meanwhile::
 
         engine = Engine("/models/tiny", max_num_seqs=8)
         for result in engine.generate(["Once upon", "The end"], SamplingParams(max_tokens=16)):
@@ -75,6 +77,7 @@ class Engine:
         builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, known, draft_model)
         self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
+        self._computing = threading.RLock()  # held by a thread until it has its results
 
     def __enter__(self) -> Self:
         return self
@@ -132,15 +135,20 @@ class Engine:
         params = _per_prompt(sampling_params, len(asked))
         groups = self.session.prepare(asked, params, _named(processors, len(asked)))
         self._adapt(groups, adapter)
-        for group in groups:
-            if not speculation:
+        if not speculation:
+            for group in groups:
                 group.forgo_speculation()
-            self.session.add(group)
+        with self._computing:
+            return self._generate(groups, progress)
+
+    def _generate(self, groups: Sequence[RequestGroup], progress: bool) -> list[Result]:
         mine = {group.id for group in groups}
         results: dict[str, Result] = {}
         num_ended = self.session.num_ended
         hidden = not (progress and sys.stderr.isatty())
         try:
+            for group in groups:
+                self.session.add(group)
             with tqdm(total=len(groups), disable=hidden, unit="prompt", dynamic_ncols=True) as bar:
                 while len(results) < len(groups):
                     done = self._advance()
@@ -181,9 +189,10 @@ class Engine:
 
     def step(self) -> list[Result]:
         """Compute one step; returns the results that it finished."""
-        found = self._advance()  # which may raise: what was done before is then still to be returned
-        earlier, self._done = self._done, []
-        return earlier + found
+        with self._computing:
+            found = self._advance()  # which may raise: what was done before is then still to be returned
+            earlier, self._done = self._done, []
+            return earlier + found
 
     def abort(self, request_id: str) -> Result | None:
         """End a prompt's answers where they are; None if it is done already. Suspended ones may

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 from threading import Event as Signal
 from time import perf_counter
+
+import torch
 
 from worker.engines import EngineInfo, FinishReason
 from worker.engines.embedded.host import FairLock
@@ -49,6 +52,7 @@ class Session:
         self._changed = Signal()
         self._events: list[Event] = []  # that no call of `step` has returned
         self._is_stepping = False
+        self._process = os.getpid()
 
     @property
     def group_ids(self) -> list[str]:
@@ -96,7 +100,14 @@ class Session:
         """Compute one step; empty if there is nothing to compute.
 
         After an exception the next call returns what the step has given before it, too.
+
+        Raises `RuntimeError` in a process that was forked from the model's: it lacks its threads.
         """
+        if os.getpid() != self._process and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process was forked from the one that loaded the model, and has none of its threads: call "
+                "torch.set_num_threads(1) before, or load the model here"
+            )
         with self.lock:
             self._check_not_stepping()
             if self._queue.fill():

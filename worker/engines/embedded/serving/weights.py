@@ -26,6 +26,7 @@ from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.step import Stepper
 from worker.engines.embedded.transfer import fingerprint_beside
 from worker.engines.weights import (
+    REASONS,
     NotSupported,
     PauseMode,
     State,
@@ -137,7 +138,7 @@ class WeightControl:
         """See `UpdatesWeights.resume`."""
         async with self._exclusive():
             if self.weights_state in ("asleep", "needs_weights"):
-                raise WrongState(f"the engine is {self.weights_state.replace('_', ' ')}")
+                raise WrongState(REASONS[self.weights_state])
             self._is_paused = False
             await self._let_go()
 
@@ -155,7 +156,7 @@ class WeightControl:
             if self._config.role != "aggregated":
                 raise NotSupported("a worker of disaggregated serving cannot sleep: others read its memory")
             if self._level or not self._model.has_network:
-                raise WrongState(f"the engine is {self.weights_state.replace('_', ' ')}")
+                raise WrongState(REASONS[self.weights_state])
             if not self._is_paused:
                 await self._hold("keep")
             drop = self._updates.drop if level == 2 else None
