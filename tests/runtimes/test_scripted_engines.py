@@ -82,6 +82,18 @@ async def test_a_worker_that_tells_no_ids_is_none_for_a_trainer(tiny_model: Path
     assert (status, "what is asked of tokens" in answer["error"]["message"]) == (502, True)
 
 
+async def test_a_schema_that_is_nested_too_deep_is_refused(tiny_model: Path) -> None:
+    """It was an internal error of the front door."""
+    schema: Any = {}
+    for _ in range(600):
+        schema = {"not": schema}
+    wanted = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    worker = ScriptedWorker()
+    status, answer = await scripted(tiny_model, worker, response_format=wanted)
+    assert (status, answer["error"]["message"]) == (400, "the body is nested too deep")
+    assert worker.requests == []
+
+
 async def test_what_another_worker_is_asked_for(tiny_model: Path) -> None:
     """Prompt and answer so far, their boundary, the seed and the budgets of the whole."""
     dies = ScriptedWorker(failing(Draining("leaving"), token(40)))

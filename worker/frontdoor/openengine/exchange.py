@@ -29,6 +29,7 @@ from worker.frontdoor.openengine.state import state_of
 from worker.frontdoor.openengine.thinking import Thinking, ThinkingSplit, reasoning_tokens
 from worker.frontdoor.openengine.workers import Metadata, Workers
 from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
+from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.rewriting import AT_ONCE
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.pictures import picture_places
@@ -89,6 +90,8 @@ async def answer(engines: Engines, request: Request, writer: asyncio.StreamWrite
         await answering.fail(refused)
     except ConnectionError:
         raise
+    except RecursionError:  # a worker's request is made by functions that call themselves
+        await answering.fail(Refused(400, TOO_DEEP))
     except Exception:  # the request's boundary
         logger.exception("a request failed")
         await answering.fail(Refused(500, "internal error", kind="server_error"))
