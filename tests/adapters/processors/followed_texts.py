@@ -18,7 +18,7 @@ NAMES = {"<|stop|>": END, "<|python_tag|>": PYTHON_TAG}
 class ByteTokenizer:
     """One token for each byte, and two special tokens."""
 
-    all_special_ids = (END, PYTHON_TAG)
+    all_special_ids: tuple[int, ...] = (END, PYTHON_TAG)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode())

@@ -43,7 +43,7 @@ class Marks:
 
 
 NO_MARKS = Marks(())
-"""For free text that nothing but the end of the answer ends."""
+"""Marks of free text that nothing but the end of the answer ends."""
 
 
 @lru_cache(8)
