@@ -39,7 +39,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
         return
     package: Any = ModuleType("triton")
-    package.language = language = ModuleType("triton.language")
+    language: Any = ModuleType("triton.language")
+    package.language = language
     package.jit = language.constexpr = lambda given: given
     package.cdiv = lambda number, size: -(-number // size)
     package.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
@@ -48,7 +49,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.startswith(ROOMS)]:
         del sys.modules[name]
-    del embedded.cuda  # type: ignore[attr-defined]
+    del embedded.cuda
 
 
 @pytest.mark.usefixtures("triton")
