@@ -304,6 +304,18 @@ def test_what_values_give_a_worker_counts(rendered: dict[str, dict[str, str] | s
         assert getattr(arguments, option.name) == option.read(REPLACED[flag], flag)
 
 
+def test_without_packed_copies_a_volume_is_only_read(
+    rendered: dict[str, dict[str, str] | str],
+) -> None:
+    """Some volumes can only be read."""
+    (graph,) = resources(rendered, "--packed-copy as an argument")
+    for fields in graph["spec"]["components"]:
+        pod = fields["podTemplate"]["spec"]
+        (claim,) = (each["persistentVolumeClaim"] for each in pod["volumes"] if "persistentVolumeClaim" in each)
+        assert claim == {"claimName": "models", "readOnly": True}
+        assert "/packed" not in {mount["mountPath"] for each in pod["containers"] for mount in each["volumeMounts"]}
+
+
 def test_every_option_of_a_worker_is_replaced_or_refused(rendered: dict[str, dict[str, str] | str]) -> None:
     (graph,) = resources(rendered, "a long drain")
     for fields in graph["spec"]["components"][1:]:

@@ -220,6 +220,7 @@ limits: {memory: 64Gi, nvidia.com/gpu: "1"}
 {{- define "dlw.worker" -}}
 {{- $values := .root.Values -}}
 {{- $embedded := eq $values.engine "embedded" -}}
+{{- $packs := and $embedded (ne (get (include "dlw.givenToWorkers" .root | fromJson) "--packed-copy") "off") -}}
 name: {{ .type }}
 type: {{ .type }}
 replicas: {{ $values.autoscaling.enabled | ternary $values.autoscaling.minReplicas $values.workers.replicas }}
@@ -244,13 +245,13 @@ podTemplate:
         volumeMounts:
           - {name: models, mountPath: /models, readOnly: true}
           - {name: tmp, mountPath: /tmp}
-          {{- if $embedded }}
+          {{- if $packs }}
           # What a start leaves for the next one. The same volume: a pod that has a claim in two does not start.
           - {name: models, mountPath: /packed, subPath: .packed}
           {{- end }}
     volumes:
       - name: models
-        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}{{ if not $embedded }}, readOnly: true{{ end }}}
+        persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}{{ if not $packs }}, readOnly: true{{ end }}}
       - name: tmp
         emptyDir: {sizeLimit: {{ $embedded | ternary "2Gi" "16Gi" }}}
 {{- end }}
