@@ -172,6 +172,7 @@ def network_of(directory: Path, config: Any, dtype: torch.dtype, weights: Mappin
 
 def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) -> tuple[Any, list[str]]:
     """transformers' network, from `directory` or another source, and the names without a place."""
+    settings: Any = GenerationConfig  # not those of the checkpoint, of which `eos_token_ids` reads what counts
     try:
         network, report = loader.from_pretrained(
             *(source or (directory,)),
@@ -179,7 +180,7 @@ def _loaded(loader: Any, directory: Path, *source: Path | None, **named: Any) ->
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # told below, with their names
             output_loading_info=True,
-            generation_config=GenerationConfig(),  # not the checkpoint's, of which `eos_token_ids` reads what counts
+            generation_config=settings(),
             **named,
         )
     except UNREADABLE as error:
