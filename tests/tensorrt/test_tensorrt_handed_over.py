@@ -23,7 +23,7 @@ from worker.sampling import SamplingParams
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # several processes start, each loads torch
 
 LENGTH = 24
-ENDS = [1, 4]
+SEEDED: dict[str, Any] = {"max_tokens": LENGTH, "seed": 11, "stop_token_ids": [1, 4]}
 REFUSED = {"mirostat": "keeps a state that is made of logits", "force_last_phrase": "counts down to max_tokens"}
 
 Chain = Callable[[int], ProcessorChain | None]
@@ -61,29 +61,27 @@ async def test_the_answer_is_that_of_one_worker(model: Path) -> None:
             for each in engines:
                 await each.start()
             for number, (name, args) in enumerate(CASES):
-                asked = {"max_tokens": LENGTH, "seed": 11, "stop_token_ids": ENDS}
 
                 def chain(length: int, name: str = name, args: dict[str, Any] = args) -> ProcessorChain:
                     return chain_of(model, name, args, PROMPT, length)
 
                 if name in REFUSED:
                     with pytest.raises(InvalidRequest, match=f"{name}, which {REFUSED[name]}"):
-                        await handed_over(prefill, decode, asked, chain, name)
+                        await handed_over(prefill, decode, SEEDED, chain, name)
                     continue
-                expected = await collect(whole, PROMPT, SamplingParams(**asked), name, chain=chain(LENGTH))
-                found = await handed_over(prefill, decode, asked, chain, name)
+                expected = await collect(whole, PROMPT, SamplingParams(**SEEDED), name, chain=chain(LENGTH))
+                found = await handed_over(prefill, decode, SEEDED, chain, name)
                 if comparable(found) != comparable(expected):
                     wrong[f"{name}-{number}"] = found, expected
             for number, controls in enumerate(CONTROLS):
-                asked = {"max_tokens": LENGTH, **controls}
+                asked: dict[str, Any] = {"max_tokens": LENGTH, **controls}
                 expected = await collect(whole, PROMPT, SamplingParams(**asked))
                 found = await handed_over(prefill, decode, asked, lambda length: None, "control")
                 if comparable(found) != comparable(expected):
                     wrong[f"control {number}"] = found, expected
             local: KvPart = LocalPrefill("missing")  # the decode worker sees all logits, and knows the length
             for name, args in [case for case in CASES if case[0] in REFUSED]:
-                asked = {"max_tokens": LENGTH, "seed": 11, "stop_token_ids": ENDS}
-                params = SamplingParams(**asked)
+                params = SamplingParams(**SEEDED)
                 expected = await collect(whole, PROMPT, params, name, chain=chain_of(model, name, args, PROMPT, LENGTH))
                 made = chain_of(model, name, args, PROMPT, LENGTH)
                 found = await collect(decode, PROMPT, params, name, chain=made, kv=local)
