@@ -252,9 +252,9 @@ def test_a_policy_with_other_tensors_is_refused(path: Path) -> None:
 def test_an_interrupted_call_is_made_again(exact: ExactLogprobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it was interrupted: while weights are packed, or in a step."""
     expected = exact.values(ROLLOUTS)
-    for place in (exact._model, "settled"), (exact._stepper, "step"):
+    for owner, name in (exact._model, "settled"), (exact._stepper, "step"):
         with monkeypatch.context() as patch:
-            patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(owner, name, Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 exact.values(ROLLOUTS)
         assert exact.values(ROLLOUTS) == expected
