@@ -37,6 +37,7 @@ from adapters.processors.length import MinTokens
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded import Engine, Plan
 from worker.engines.embedded.admission import REFUSED
+from worker.engines.embedded.drafted_rows import DraftedRows
 from worker.engines.embedded.offline.request_builder import HONOURED
 from worker.engines.embedded.offline.results import Answer, Result
 from worker.engines.embedded.plan import Edits, Output, Samples
@@ -1048,8 +1049,8 @@ def test_an_aborted_prompt_is_no_result_of_an_interrupted_step() -> None:
     engine.step()
     verify = stepper._verify
 
-    def interrupted(plan: Plan, logits: torch.Tensor, outputs: list[Output]) -> list[int]:
-        verify(plan, logits, outputs)
+    def interrupted(plan: Plan, drafts: DraftedRows, outputs: list[Output]) -> dict[int, int]:
+        verify(plan, drafts, outputs)
         raise KeyboardInterrupt
 
     stepper._verify = interrupted  # type: ignore[method-assign]
