@@ -40,8 +40,8 @@ class Member:
         turn: Stage at which it is applied: `stage`, unless the request gives an order.
         lasts: `SteeringProcessor.same_until`, if its class has one. Not with a scope: tokens
             outside of it, and tags, change what the processor sees at a position.
-        usual_token, sure_token: Those of a `SteeringProcessor`, if its class is a built-in that has
-            a `usual_token`.
+        usual_token, sure_token: Methods of a `SteeringProcessor`, if its class is a built-in that
+            has a `usual_token`.
         same_until: Position before which its `act` stays the same.
         act: Action of its newest edit, None if it has none or is shaping.
     """

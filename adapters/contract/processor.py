@@ -338,7 +338,7 @@ class SteeringProcessor(Processor):
         return None
 
     def sure_token(self) -> int | None:
-        """What `usual_token` returns behind `edit`, where that is known without calling `edit`.
+        """The result of `usual_token` behind `edit`, where it is known without calling `edit`.
 
         None, by default, says nothing. Only called for built-in processors, after `catch_up`.
         """

@@ -73,7 +73,7 @@ class ForcedText:
         return found if found in allowed else None
 
     def sure_token(self) -> int | None:
-        """What `first_token` would return, where that is known without the tokens that the grammar
+        """The result of `first_token`, where it is known without the tokens that the grammar
         allows: within a text, all with which it begins, unless they are never sampled.
 
         None where it is not known; also where it is one that is never sampled.

@@ -133,7 +133,7 @@ class ByteIndex:
 
 
 class Beginnings:
-    """How long, and how many, tokens are by their first bytes.
+    """Bounds of the lengths and of the number of tokens that begin as a text does.
 
     Args:
         tokens: Bytes of all tokens.

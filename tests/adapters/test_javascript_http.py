@@ -20,7 +20,7 @@ globalThis.AbortController = class {
 globalThis.cancelled = 0;
 globalThis.setTimeout = (call) => (globalThis.late ? call() : 0);
 globalThis.clearTimeout = () => {};
-globalThis.TextDecoder = class { decode(value) { return value; } };
+globalThis.TextDecoder = class { decode(value = "") { return value; } };
 globalThis.asked = [];
 
 function answering(status, pieces, breaks = false) {

@@ -16,7 +16,7 @@ class DraftedRows:
     Args:
         model: Model that has computed the step.
         plan: Plan of the step.
-        logits: What `Model.forward` returned for it, less the rows that `plan` lost since.
+        logits: Result of `Model.forward` for it, less the rows that `plan` lost since.
 
     Attributes:
         late: Rows that were left out, and then computed: their numbers when the step was computed.
