@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from worker.engines import TokenDelta
+from worker.engines import FinishReason, TokenDelta
 from worker.requests.deadline import until
 
 
@@ -58,3 +60,27 @@ async def test_a_cancellation_beside_a_token_is_not_lost(steps: int) -> None:
     assert task.cancelled()
     assert stream.ended
     assert len(read) <= 1
+
+
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=4), st.sampled_from(["stop", "length", "error", None]))
+def test_an_answer_finishes_once(waits_s: list[float], last: FinishReason | None) -> None:
+    """However long its reader takes for each part of it, the last one too."""
+    now_s = [0.0]
+
+    async def deltas() -> AsyncIterator[TokenDelta]:
+        for number in range(1, len(waits_s)):
+            yield TokenDelta(token_ids=[number])
+        yield TokenDelta(token_ids=[0], finish_reason=last)
+
+    async def read() -> list[TokenDelta]:
+        found = []
+        async for delta in until(3.0, deltas(), lambda: now_s[0]):
+            found.append(delta)
+            now_s[0] += waits_s[len(found) - 1] if len(found) <= len(waits_s) else 0.0
+        return found
+
+    found = asyncio.run(read())
+    reasons = [delta.finish_reason for delta in found]
+    assert sum(reason is not None for reason in reasons) == (reasons[-1] is not None)
+    is_whole = len(found) >= len(waits_s) and found[len(waits_s) - 1].token_ids == [0]
+    assert reasons[-1] == (last if is_whole and last is not None else None if is_whole and now_s[0] < 3.0 else "length")

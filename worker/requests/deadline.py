@@ -12,7 +12,8 @@ from worker.engines import TokenDelta
 async def until(
     deadline: float, deltas: AsyncIterator[TokenDelta], clock: Callable[[], float] = time.time
 ) -> AsyncGenerator[TokenDelta, None]:
-    """``deltas``, cut off at ``deadline`` with an empty delta that finishes as ``length``.
+    """``deltas``, cut off at ``deadline`` with an empty delta that finishes as ``length``, unless
+    they have finished before.
 
     Args:
         deadline: Seconds since 1970.
@@ -29,6 +30,10 @@ async def until(
         except TimeoutError:
             break
         yield delta
+        if delta.finish_reason is not None:  # however late its end is asked for
+            async for delta in deltas:
+                yield delta
+            return
     if isinstance(deltas, AsyncGenerator):
         await deltas.aclose()
     yield TokenDelta(finish_reason="length")
