@@ -134,7 +134,7 @@ class Load:
                 await stream.aclose()
         except StopAsyncIteration:
             pass
-        except exceptions.DynamoException as error:
+        except (exceptions.DynamoException, exceptions.HttpError) as error:
             self.ended[type(error).__name__] += 1
 
     async def run(self, count: int) -> None:
