@@ -260,6 +260,31 @@ def test_an_interrupted_call_is_made_again(exact: ExactLogprobs, monkeypatch: py
         assert exact.values(ROLLOUTS) == expected
 
 
+def test_requests_of_an_interrupted_call_are_given_up(checkpoints: dict[str, Path]) -> None:
+    """They were computed again in the next call, which took their errors for its own."""
+    exact = ExactLogprobs(
+        policy_of(checkpoints["llama"]), checkpoints["llama"], max_num_seqs=2, max_num_batched_tokens=16
+    )
+    rollouts = [Rollout([5, 300, 17] * 5, [42, 7, 255, 31] * 4), Rollout([9], [120])]
+    expected, forward = exact.values(rollouts), exact._model.forward
+    for number in range(1, 4):
+        calls = 0
+
+        def interrupted(plan: Any, number: int = number) -> torch.Tensor:
+            nonlocal calls
+            logits, calls = forward(plan), calls + 1
+            if calls == number:
+                raise KeyboardInterrupt
+            return logits
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exact._model, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                exact.values(rollouts)
+            calls = 10
+            assert exact.values(rollouts) == expected
+
+
 def test_a_compiled_policy_has_the_same_numbers(checkpoints: dict[str, Path], exact: ExactLogprobs) -> None:
     compiled: Any = torch.compile(policy_of(checkpoints["llama"]), backend="eager")
     compiled.model.layers[0] = torch.compile(compiled.model.layers[0], backend="eager")

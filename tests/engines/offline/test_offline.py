@@ -862,7 +862,7 @@ def test_threads_that_generate_at_once_get_their_own_results() -> None:
 
 @pytest.mark.parametrize("how", ["step", "generate"])
 def test_a_thread_whose_prompts_are_suspended_holds_none_up(how: str) -> None:
-    """Another one, which would have resumed them, waited for ever to compute something else first."""
+    """Another one, which would have resumed them, waited for ever to compute something first."""
     model = ScriptedModel()
     engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
     params, found, is_begun = SamplingParams(max_tokens=6, ignore_eos=True), list[Result](), threading.Event()

@@ -160,6 +160,8 @@ class ExactLogprobs:
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
         self._check_tensors()
+        for left in list(self._stepper.scheduler.queues.live):  # by a call that was interrupted
+            self._stepper.abort(left.id)
         self._stepper.drop_kv()
         if self._model.has_network:  # else the call before was interrupted here
             self._model.drop_network()
