@@ -170,6 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"engine": "vllm", "workers": {"args": ["--drain_timeout_s", "90"]}},
         "--drain-timeout-s is given by the value workers.drainTimeoutSeconds alone",
     ),
+    "another port of a frontend": ({"frontend": {"args": ["--http-port=9000"]}}, "--http-port is the chart's own"),
     "another system port": (
         {"workers": {"env": [{"name": "DYN_SYSTEM_PORT", "value": "8081"}]}},
         "DYN_SYSTEM_PORT is the chart's own",
