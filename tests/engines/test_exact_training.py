@@ -249,6 +249,16 @@ def test_a_policy_with_other_tensors_is_refused(path: Path) -> None:
             ExactLogprobs(resized, path)
 
 
+def test_a_policy_may_have_a_value_head(checkpoints: dict[str, Path], exact: ExactLogprobs) -> None:
+    """It is no part of what the engine computes; one within the model is."""
+    policy = policy_of(checkpoints["llama"])
+    policy.value_head = torch.nn.Linear(policy.config.hidden_size, 1)
+    assert ExactLogprobs(policy, checkpoints["llama"]).values(ROLLOUTS) == exact.values(ROLLOUTS)
+    policy.model.adapter = policy.value_head
+    with pytest.raises(StartupError, match=r"^policy: tensor model\.adapter\.bias must be of shape none"):
+        ExactLogprobs(policy, checkpoints["llama"])
+
+
 def test_an_interrupted_call_is_made_again(exact: ExactLogprobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it was interrupted: while weights are packed, or in a step."""
     expected = exact.values(ROLLOUTS)
