@@ -249,6 +249,16 @@ def test_a_policy_with_other_tensors_is_refused(path: Path) -> None:
             ExactLogprobs(resized, path)
 
 
+def test_a_policy_may_have_a_value_head(checkpoints: dict[str, Path], exact: ExactLogprobs) -> None:
+    """It is no part of what the engine computes; one within the model is."""
+    policy = policy_of(checkpoints["llama"])
+    policy.value_head = torch.nn.Linear(policy.config.hidden_size, 1)
+    assert ExactLogprobs(policy, checkpoints["llama"]).values(ROLLOUTS) == exact.values(ROLLOUTS)
+    policy.model.adapter = policy.value_head
+    with pytest.raises(StartupError, match=r"^policy: tensor model\.adapter\.bias must be of shape none"):
+        ExactLogprobs(policy, checkpoints["llama"])
+
+
 def test_an_interrupted_call_is_made_again(exact: ExactLogprobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it was interrupted: while weights are packed, or in a step."""
     expected = exact.values(ROLLOUTS)
@@ -258,6 +268,31 @@ def test_an_interrupted_call_is_made_again(exact: ExactLogprobs, monkeypatch: py
             with pytest.raises(KeyboardInterrupt):
                 exact.values(ROLLOUTS)
         assert exact.values(ROLLOUTS) == expected
+
+
+def test_requests_of_an_interrupted_call_are_given_up(checkpoints: dict[str, Path]) -> None:
+    """They were computed again in the next call, which took their errors for its own."""
+    exact = ExactLogprobs(
+        policy_of(checkpoints["llama"]), checkpoints["llama"], max_num_seqs=2, max_num_batched_tokens=16
+    )
+    rollouts = [Rollout([5, 300, 17] * 5, [42, 7, 255, 31] * 4), Rollout([9], [120])]
+    expected, forward = exact.values(rollouts), exact._model.forward
+    for number in range(1, 4):
+        calls = 0
+
+        def interrupted(plan: Any, number: int = number) -> torch.Tensor:
+            nonlocal calls
+            logits, calls = forward(plan), calls + 1
+            if calls == number:
+                raise KeyboardInterrupt
+            return logits
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exact._model, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                exact.values(rollouts)
+            calls = 10
+            assert exact.values(rollouts) == expected
 
 
 def test_a_compiled_policy_has_the_same_numbers(checkpoints: dict[str, Path], exact: ExactLogprobs) -> None:

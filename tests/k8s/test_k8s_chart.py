@@ -97,6 +97,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a frontend's own limit": ("dlw-agg", {"frontend": {"env": [{"name": "DYN_HTTP_BODY_LIMIT_MB", "value": "9"}]}}),
+    "underscores": (
+        "pair",
+        {"engine": "vllm", "disaggregated": True, "workers": {"args": ["--kv_transfer_devices=all"]}},
+    ),
     "a long drain": ("pair", {"disaggregated": True, "workers": {"drainTimeoutSeconds": 300}}),
     "names that YAML would read as something else": (
         "123",
@@ -162,6 +166,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         for flag, (text, value) in OF_VALUES.items()
     },
     "another port of a door": ({"frontDoor": {"args": ["--port", "9000"]}}, "--port is the chart's own"),
+    "another drain with underscores": (
+        {"engine": "vllm", "workers": {"args": ["--drain_timeout_s", "90"]}},
+        "--drain-timeout-s is given by the value workers.drainTimeoutSeconds alone",
+    ),
+    "another port of a frontend": ({"frontend": {"args": ["--http-port=9000"]}}, "--http-port is the chart's own"),
     "another system port": (
         {"workers": {"env": [{"name": "DYN_SYSTEM_PORT", "value": "8081"}]}},
         "DYN_SYSTEM_PORT is the chart's own",
@@ -302,6 +311,14 @@ def test_what_values_give_a_worker_counts(rendered: dict[str, dict[str, str] | s
         worker = Component("disagg", fields, graph["spec"]["env"])
         arguments = parse_arguments(worker.main["args"], worker.environ)
         assert getattr(arguments, option.name) == option.read(REPLACED[flag], flag)
+
+
+def test_a_flag_with_underscores_is_given_once(rendered: dict[str, dict[str, str] | str]) -> None:
+    """The worker takes vLLM's spelling, too."""
+    (graph,) = resources(rendered, "underscores")
+    for fields in graph["spec"]["components"][1:]:
+        worker = Component("disagg-vllm", fields, graph["spec"]["env"])
+        assert parse_arguments(worker.main["args"], worker.environ).kv_transfer_devices == "all"
 
 
 def test_without_packed_copies_a_volume_is_only_read(

@@ -113,6 +113,7 @@ _BIAS = {"logit_bias": {"5": 1}}
         (CHAT, "token_ids", {"messages": []}, "body.messages"),
         (CHAT, "messages[1].content", {"messages": []}, "body.messages[1].content"),
         (CHAT, "stop_conditions.max_tokens", {"max_completion_tokens": 0}, "body.max_completion_tokens"),
+        (CHAT, "stop_conditions.max_tokens", {"max_tokens": 0, "max_completion_tokens": None}, "body.max_tokens"),
         (CHAT, "output_options.logprobs", {"logprobs": True, "top_logprobs": 999}, "body.top_logprobs"),
         (COMPLETIONS, "output_options.logprobs", {"logprobs": 999}, "body.logprobs"),
         (CHAT, "sampling_options.guided_decoding.args.schema", {"response_format": {}}, "body.response_format"),

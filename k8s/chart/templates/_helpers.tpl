@@ -63,7 +63,8 @@ securityContext:
     drop: [ALL]
 {{- end }}
 
-{{/* Options that values give, by flag: args, the beginning of their variables' names (prefix), env */}}
+{{/* Options that values give, by flag; with vLLM, flags may have underscores: args, the beginning of their variables' names
+     (prefix), env */}}
 {{- define "dlw.given" -}}
 {{- $found := dict -}}
 {{- range .env -}}
@@ -77,7 +78,7 @@ securityContext:
 {{- $own = and $own (ne . "--") -}}
 {{- if and $own (hasPrefix "--" .) -}}
 {{- $parts := splitn "=" 2 . -}}
-{{- $flag = $parts._0 -}}
+{{- $flag = $parts._0 | replace "_" "-" -}}
 {{- $_ := set $found $flag ($parts._1 | default "") -}}
 {{- else if and $own $flag -}}
 {{- $_ := set $found $flag . -}}

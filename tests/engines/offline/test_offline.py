@@ -860,6 +860,44 @@ def test_threads_that_generate_at_once_get_their_own_results() -> None:
     assert [(one.request_id, one.token_ids) for one in engine.step()] == [(added, model.greedy([9], 3))]
 
 
+@pytest.mark.parametrize("how", ["step", "generate"])
+def test_a_thread_whose_prompts_are_suspended_holds_none_up(how: str) -> None:
+    """Another one, which would have resumed them, waited for ever to compute something first."""
+    model = ScriptedModel()
+    engine = Engine("no-checkpoint", model=model, max_num_seqs=4)
+    params, found, is_begun = SamplingParams(max_tokens=6, ignore_eos=True), list[Result](), threading.Event()
+
+    def hook(plan: object, logits: torch.Tensor) -> None:
+        if len(model.plans) == 2:
+            is_begun.set()
+            while not engine.session.lock.is_awaited:
+                time.sleep(0)
+
+    def between() -> None:
+        """Computes something else, then what it resumes itself, too, or leaves it to its thread."""
+        is_begun.wait()
+        (suspended,) = engine.unfinished
+        engine.suspend(suspended)
+        found.extend(engine.generate([5], params, progress=False))
+        engine.resume(suspended)
+        if how == "generate":
+            found.extend(engine.generate([6], params, progress=False))
+        while how == "step" and engine.unfinished:
+            assert engine.step() == []
+
+    model.hook = hook
+    threads = [threading.Thread(target=between, daemon=True)]
+    threads += [threading.Thread(target=lambda: found.extend(engine.generate([3, 4], params)), daemon=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    prompts = [[3, 4], [5], *([[6]] if how == "generate" else [])]
+    expected = sorted((prompt, model.greedy(prompt, 6)) for prompt in prompts)
+    assert sorted((one.prompt_token_ids, one.token_ids) for one in found) == expected
+    assert engine.step() == []
+
+
 FORKED = """
 import os, sys, torch
 from worker.engines.embedded import Engine

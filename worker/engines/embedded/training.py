@@ -66,7 +66,8 @@ class ExactLogprobs:
 
     Raises:
         StartupError: the engine does not serve the checkpoint with these settings, or the policy
-            has other tensors than the checkpoint's model, such as adapters.
+            has other tensors than the checkpoint's model, such as adapters; those of a module
+            beside it, such as a value head, do not count.
 
     Attributes:
         made_by: Description of the kernels that compute the values, as a receipt has it: that of
@@ -148,7 +149,9 @@ class ExactLogprobs:
 
     def _check_tensors(self) -> None:
         """Raises `StartupError` for a tensor that the engine would leave out, or misread."""
-        found = {name.replace(_COMPILED, ""): value.shape for name, value in self._policy.state_dict().items()}
+        parts = {name.partition(".")[0] for name in self._shapes}  # beside which there may be a value head
+        every = {name.replace(_COMPILED, ""): value.shape for name, value in self._policy.state_dict().items()}
+        found = {name: shape for name, shape in every.items() if name.partition(".")[0] in parts}
         for name in sorted(found.keys() | self._shapes.keys()):
             shape, expected = (None if name not in each else list(each[name]) for each in (found, self._shapes))
             if shape != expected:
@@ -160,6 +163,8 @@ class ExactLogprobs:
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
         self._check_tensors()
+        for left in list(self._stepper.scheduler.queues.live):  # by a call that was interrupted
+            self._stepper.abort(left.id)
         self._stepper.drop_kv()
         if self._model.has_network:  # else the call before was interrupted here
             self._model.drop_network()

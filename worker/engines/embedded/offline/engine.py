@@ -77,7 +77,8 @@ class Engine:
         builder = RequestBuilder(stepper.model, self.info.context_length, vocabulary, known, draft_model)
         self.session = Session(stepper, self.info, builder)
         self._done: list[Result] = []
-        self._computing = threading.RLock()  # held by a thread until it has its results
+        self._computing = threading.RLock()  # held by a thread until it has its results, or all are suspended
+        self._generating: set[str] = set()  # prompts of `generate`, whose results are not for `step`
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +145,8 @@ class Engine:
     def _generate(self, groups: Sequence[RequestGroup], progress: bool) -> list[Result]:
         mine = {group.id for group in groups}
         results: dict[str, Result] = {}
-        num_ended = self.session.num_ended
+        num_ended: int | None = self.session.num_ended
+        self._generating |= mine
         hidden = not (progress and sys.stderr.isatty())
         try:
             for group in groups:
@@ -153,17 +155,19 @@ class Engine:
                 while len(results) < len(groups):
                     done = self._advance()
                     if not done and self.session.is_idle:  # all prompts are suspended or aborted
-                        self.session.wait()
-                    if self.session.num_ended != num_ended:  # another thread has ended some
+                        self._wait()
+                        num_ended = None
+                    if self.session.num_ended != num_ended:  # another thread has ended some, or computed them
                         num_ended = self.session.num_ended
                         known = results.keys() | {one.request_id for one in done}
                         done += [group.result() for group in groups if group.is_done and group.id not in known]
                     results |= {one.request_id: one for one in done if one.request_id in mine}
-                    self._done += [one for one in done if one.request_id not in mine]
+                    self._done += [one for one in done if one.request_id not in self._generating]
                     bar.update(sum(one.request_id in mine for one in done))
         finally:
             for group_id in mine - set(results):
                 self.session.abort(group_id)
+            self._generating -= mine
         return [results[group.id] for group in groups]
 
     def add(
@@ -190,7 +194,8 @@ class Engine:
     def step(self) -> list[Result]:
         """Compute one step; returns the results that it finished."""
         with self._computing:
-            found = self._advance()  # which may raise: what was done before is then still to be returned
+            # which may raise: what was done before is then still to be returned
+            found = [one for one in self._advance() if one.request_id not in self._generating]
             earlier, self._done = self._done, []
             return earlier + found
 
@@ -228,6 +233,14 @@ class Engine:
             raise InvalidRequest("adapter", error.problem) from None
         for group in groups:
             group.compute_with(named)
+
+    def _wait(self) -> None:
+        """Let other threads compute, which may resume what this one waits for."""
+        self._computing.release()
+        try:
+            self.session.wait()
+        finally:
+            self._computing.acquire()
 
     def _advance(self) -> list[Result]:
         ended = dict.fromkeys(event.group for event in self.session.step())  # several answers may end in one step

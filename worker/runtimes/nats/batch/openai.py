@@ -177,7 +177,7 @@ def _name(field: str, url: str, body: Mapping[str, Any]) -> str:
     if path_within(name, "guided_decoding") is not None:
         return "response_format"
     renamed = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(name, name)
-    return renamed if renamed in body else name
+    return name if body.get(renamed) is None else renamed
 
 
 def response_body(
