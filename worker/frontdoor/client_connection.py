@@ -71,7 +71,7 @@ class ClientConnection(WaitingProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._intake.peer = str((transport.get_extra_info("peername") or ("",))[0]).encode()
         self._door.added(self)
-        if self._door.has_room(self):
+        if self._door.has_room():
             self._expect(self._door.options.header_timeout_s)
         else:
             self._refuse(Refused(503, "too many connections", kind="server_error"))
