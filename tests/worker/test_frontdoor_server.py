@@ -872,6 +872,35 @@ async def test_of_a_burst_none_is_cut_off() -> None:
     assert Counter(answer.split()[1] for answer in answers) == {b"200": 4, b"503": 36}
 
 
+async def test_room_is_not_looked_for_among_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: thousands, of which each newcomer to a full front door would ask."""
+    monkeypatch.setattr(server, "COMING_S", 0.01)
+    looked_at, abort_if_idle, go_on = list[bool](), ClientConnection.abort_if_idle, asyncio.Event()
+
+    def looked(connection: ClientConnection) -> bool:
+        looked_at.append(abort_if_idle(connection))
+        return looked_at[-1]
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await say_ok(reader, writer)
+
+    monkeypatch.setattr(ClientConnection, "abort_if_idle", looked)
+    async with house(say, max_connections=20) as at:
+        asked = [asyncio.create_task(at.ask(post())) for _ in range(20)]
+        while len(at.frontends[0].requests) < 20:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        refused = [await at.ask(post()) for _ in range(20)]
+        go_on.set()
+        answers = await asyncio.gather(*asked)
+        while at.door.connections:
+            await asyncio.sleep(0.001)
+        assert not at.door._waiting
+    assert [answer.split()[1] for answer in (*refused, *answers)] == [b"503"] * 20 + [b"200"] * 20
+    assert not looked_at
+
+
 async def test_a_drain_lets_answers_finish() -> None:
     going = asyncio.Event()
     begun = STREAM_HEAD + chunked(EVENTS[0])

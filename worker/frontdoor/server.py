@@ -77,8 +77,7 @@ class FrontDoor:
         engine_key: Key for the workers' engine ports.
 
     Attributes:
-        connections: Connections of clients, and the time since which they wait for a request, or
-            did; in this order.
+        connections: Connections of clients.
         reasons: Turns of failed requests that are computed once more, to learn why.
     """
 
@@ -107,7 +106,8 @@ class FrontDoor:
         self.texts = Texts(options.model_path)
         self.calls = options.calls
         self.cors = Cors(options.cors_origins)
-        self.connections: dict[OpenConnection, float] = {}
+        self.connections: set[OpenConnection] = set()
+        self._waiting: dict[OpenConnection, float] = {}  # for a request, since when; in this order
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
         self.batches: BatchService | None = None
@@ -211,13 +211,17 @@ class FrontDoor:
 
     def added(self, connection: OpenConnection) -> None:
         """A connection was opened."""
-        self.connections[connection] = time.monotonic()
+        self.connections.add(connection)
+        self.waits(connection)
         self.idle.clear()
 
     def waits(self, connection: OpenConnection) -> None:
-        """A connection waits for its next request."""
-        del self.connections[connection]
-        self.connections[connection] = time.monotonic()
+        """A connection waits for its next request, of which nothing has come."""
+        self._waiting[connection] = time.monotonic()
+
+    def waits_no_more(self, connection: OpenConnection) -> None:
+        """Its next request has begun to come, or none is read any more."""
+        self._waiting.pop(connection, None)
 
     def has_room(self) -> bool:
         """Whether a connection that was opened may stay, in place of the one that has waited for
@@ -226,12 +230,13 @@ class FrontDoor:
         if len(self.connections) <= self.options.max_connections:
             return True
         latest_s = time.monotonic() - COMING_S
-        waiting = takewhile(lambda connection: self.connections[connection] < latest_s, self.connections)
-        return any(connection.abort_if_idle() for connection in waiting)
+        oldest = takewhile(lambda connection: self._waiting[connection] < latest_s, self._waiting)
+        return any(connection.abort_if_idle() for connection in oldest)
 
     def removed(self, connection: OpenConnection) -> None:
         """A connection was closed."""
-        self.connections.pop(connection, None)
+        self.connections.discard(connection)
+        self.waits_no_more(connection)
         if not self.connections:
             self.idle.set()
 
