@@ -220,7 +220,7 @@ class FrontDoor:
         self._waiting[connection] = time.monotonic()
 
     def waits_no_more(self, connection: OpenConnection) -> None:
-        """Its next request has begun to come, or none is read any more."""
+        """A connection's next request has begun to come, or none is read any more."""
         self._waiting.pop(connection, None)
 
     def has_room(self) -> bool:

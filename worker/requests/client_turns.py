@@ -51,7 +51,7 @@ class ClientTurns:
         Args:
             client: See `turn`.
             threads: Threads, as many as there are slots.
-            call: It may raise anything.
+            call: Function that may raise anything.
         """
         client, loop = await self._granted(client), asyncio.get_running_loop()
 
