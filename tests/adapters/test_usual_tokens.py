@@ -178,7 +178,7 @@ def test_what_is_sure_needs_no_mask(named: dict[str, Any], seed: int, banned: se
 
 
 def test_a_named_token_is_not_the_text_of_its_bytes() -> None:
-    """The one of byte 255 is, like any other, spelled with that byte and its id in a forced text."""
+    """That of byte 255 is, like any other, spelled with that byte and its id in a forced text."""
     token_id = kit_context().vocabulary.token_bytes.index(b"\xff")
     grammar = f'start: "the quick" <[{token_id}]> " brown fox jumps"'
     named = {"name": "grammar", "args": {"lark": grammar}}
