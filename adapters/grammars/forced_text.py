@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from llguidance import LLMatcher
 
+from adapters.grammars.compiler import is_text
 from adapters.vocabulary import Vocabulary, byte_index
 
 MAX_ALLOWED = 64
@@ -52,7 +53,7 @@ class ForcedText:
         """The request has moved by a token."""
         written = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
         left = self._left or b""
-        self._left = left[len(written) :] if written and left.startswith(written) else None
+        self._left = left[len(written) :] if is_text(written) and left.startswith(written) else None
         self._left = self._left or None  # behind the text the grammar may force another one
 
     def first_token(self, copied: Callable[[], LLMatcher], allowed: Sequence[int]) -> int | None:

@@ -177,6 +177,19 @@ def test_what_is_sure_needs_no_mask(named: dict[str, Any], seed: int, banned: se
     assert without_times(chain) == without_times(by_masks)
 
 
+def test_a_named_token_is_not_the_text_of_its_bytes() -> None:
+    """That of byte 255 is, like any other, spelled with that byte and its id in a forced text."""
+    token_id = kit_context().vocabulary.token_bytes.index(b"\xff")
+    grammar = f'start: "the quick" <[{token_id}]> " brown fox jumps"'
+    named = {"name": "grammar", "args": {"lark": grammar}}
+    tokens, forced = answer(chain_of(named), random.Random(0))
+    for kept in range(len(tokens)):
+        replayed = chain_of(named)
+        replayed.start(PROMPT, tokens[:kept])
+        assert replayed.plan().force == forced[kept]
+    assert encode("the quick") == tokens[: tokens.index(token_id)]
+
+
 def planned(chain: ProcessorChain) -> tuple[list[tuple[str, str, int]], list[int]] | str:
     """What each processor does at a position, and the tokens that are left; or why none is."""
     try:

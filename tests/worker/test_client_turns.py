@@ -5,7 +5,9 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from effort import examples
@@ -83,6 +85,33 @@ async def test_without_a_label_each_request_is_a_client() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01), turns.turn(None):
                 raise AssertionError("there are two slots")
+    assert repr(turns) == "ClientTurns(0 of 2 taken, 0 waiting)"
+
+
+async def test_a_thread_keeps_the_slot_of_who_left() -> None:
+    turns, go_on, begun = ClientTurns(2, spare=1), threading.Event(), list[str]()
+
+    def work(name: str) -> str:
+        begun.append(name)
+        assert name == "b" or go_on.wait(100)
+        return name
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):  # the first begins, and all leave
+            tasks = [asyncio.create_task(turns.in_thread("a", threads, lambda: work("a"))) for _ in range(3)]
+            while not begun:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert await asyncio.wait_for(turns.in_thread("b", threads, lambda: work("b")), 10) == "b"
+        assert begun == ["a", "b"]
+        go_on.set()
+        assert await asyncio.wait_for(turns.in_thread("a", threads, lambda: work("a")), 10) == "a"
+    assert repr(turns) == "ClientTurns(0 of 2 taken, 0 waiting)"
+    with pytest.raises(RuntimeError):
+        await turns.in_thread("a", threads, lambda: None)
     assert repr(turns) == "ClientTurns(0 of 2 taken, 0 waiting)"
 
 

@@ -8,12 +8,14 @@ import json
 import random
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from adapters.catalog import ANNOTATION, Catalog
+from worker.frontdoor import server
 from worker.frontdoor.client_connection import ClientConnection, protocol_factory
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.http import AnswerEnd, BadAnswer
@@ -832,8 +834,9 @@ async def test_too_many_connections() -> None:
         writer.close()
 
 
-async def test_idle_connections_keep_nobody_out() -> None:
+async def test_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of too many the one goes that has waited for a request for longest."""
+    monkeypatch.setattr(server, "COMING_S", 0.01)
     async with house(say_ok, max_connections=3) as at:
         idle = [await at.connect() for _ in range(3)]
         for reader, writer in idle:
@@ -841,6 +844,7 @@ async def test_idle_connections_keep_nobody_out() -> None:
             await asyncio.wait_for(reader.readuntil(b"{}"), WAIT_S)
         idle[0][1].write(post(close=False))
         await asyncio.wait_for(idle[0][0].readuntil(b"{}"), WAIT_S)
+        await asyncio.sleep(0.02)
         assert (await at.ask(post())).endswith(b"{}")
         assert await asyncio.wait_for(idle[1][0].read(), WAIT_S) == b""
         for reader, writer in (idle[0], idle[2]):
@@ -848,6 +852,53 @@ async def test_idle_connections_keep_nobody_out() -> None:
             assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"{}")
         for _, writer in idle:
             writer.close()
+
+
+async def test_of_a_burst_none_is_cut_off() -> None:
+    """A connection whose request is on its way makes no room: the others are told why."""
+    go_on = asyncio.Event()
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await say_ok(reader, writer)
+
+    async with house(say, max_connections=4) as at:
+        asked = [asyncio.create_task(at.ask(post())) for _ in range(40)]
+        async with asyncio.timeout(WAIT_S):
+            while sum(task.done() for task in asked) < 36:
+                await asyncio.sleep(0.001)
+        go_on.set()
+        answers = await asyncio.gather(*asked)
+    assert Counter(answer.split()[1] for answer in answers) == {b"200": 4, b"503": 36}
+
+
+async def test_room_is_not_looked_for_among_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: thousands, of which each newcomer to a full front door would ask."""
+    monkeypatch.setattr(server, "COMING_S", 0.01)
+    looked_at, abort_if_idle, go_on = list[bool](), ClientConnection.abort_if_idle, asyncio.Event()
+
+    def looked(connection: ClientConnection) -> bool:
+        looked_at.append(abort_if_idle(connection))
+        return looked_at[-1]
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await say_ok(reader, writer)
+
+    monkeypatch.setattr(ClientConnection, "abort_if_idle", looked)
+    async with house(say, max_connections=20) as at:
+        asked = [asyncio.create_task(at.ask(post())) for _ in range(20)]
+        while len(at.frontends[0].requests) < 20:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        refused = [await at.ask(post()) for _ in range(20)]
+        go_on.set()
+        answers = await asyncio.gather(*asked)
+        while at.door.connections:
+            await asyncio.sleep(0.001)
+        assert not at.door._waiting
+    assert [answer.split()[1] for answer in (*refused, *answers)] == [b"503"] * 20 + [b"200"] * 20
+    assert not looked_at
 
 
 async def test_a_drain_lets_answers_finish() -> None:

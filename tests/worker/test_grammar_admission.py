@@ -148,18 +148,31 @@ async def test_heavy_grammars_of_one_client_keep_no_other_out(facts: Context) ->
 
 
 async def test_schemas_of_one_client_hold_no_other_s_up(facts: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That take as much work as is allowed for one, in each of the threads."""
-    chains, grammars, go_on = chains_of(facts), Catalog.grammars, threading.Event()
+    """That take as much work as is allowed for one, in each of the threads; also where it leaves,
+    and comes again.
+    """
+    chains, grammars, go_on, begun = chains_of(facts), Catalog.grammars, threading.Event(), list[str]()
 
     def waiting(catalog: Catalog, selection: Any, context: Any) -> Any:
         if selection.processors[0].args["choices"] == ["large"]:
+            begun.append("large")
             assert go_on.wait(FOREVER_S)
         return grammars(catalog, selection, context)
 
+    def come() -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(build(chains, {"choice": ["large"]}, label="large")) for _ in range(40)]
+
     monkeypatch.setattr(Catalog, "grammars", waiting)
-    large = [asyncio.create_task(build(chains, {"choice": ["large"]}, label="large")) for _ in range(40)]
+    large = come()
     try:
         async with asyncio.timeout(10):
+            while len(begun) < 3:
+                await asyncio.sleep(0.001)
+            for task in large:
+                task.cancel()
+            await asyncio.gather(*large, return_exceptions=True)
+            large = come()
+            await asyncio.sleep(0.01)
             assert (await build(chains, GOOD, label="small")).members[0].name == "choice"
         assert not any(task.done() for task in large)
     finally:

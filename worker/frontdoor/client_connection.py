@@ -71,7 +71,7 @@ class ClientConnection(WaitingProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._intake.peer = str((transport.get_extra_info("peername") or ("",))[0]).encode()
         self._door.added(self)
-        if self._door.has_room(self):
+        if self._door.has_room():
             self._expect(self._door.options.header_timeout_s)
         else:
             self._refuse(Refused(503, "too many connections", kind="server_error"))
@@ -81,6 +81,7 @@ class ClientConnection(WaitingProtocol):
             return
         if not self._intake.has_begun:
             self._expect(self._door.options.header_timeout_s)
+            self._door.waits_no_more(self)
         self._intake.feed(data)
         if self._answering:
             self._hold_back()
@@ -367,6 +368,7 @@ class ClientConnection(WaitingProtocol):
         if self._answering or self._intake.has_begun or transport is None or transport.get_write_buffer_size():
             return False
         self._answering, self._is_closing = True, True
+        self._door.waits_no_more(self)
         transport.abort()
         return True
 
@@ -379,6 +381,7 @@ class ClientConnection(WaitingProtocol):
     def _stop_reading(self, seconds: float) -> None:
         """Take no further request; the connection has so long to end."""
         self._answering, self._is_closing = True, True
+        self._door.waits_no_more(self)
         self._intake.free_body()
         self._expect_reader(seconds)
 

@@ -151,7 +151,7 @@ class Options:
     max_connections: int = option(
         4096,
         "Most client connections at a time; one more takes the place of the one that has waited for longest for a "
-        "request, or gets a 503.",
+        "request, a second at least, or gets a 503.",
         parse=_count,
     )
     header_timeout_s: float = option(10.0, "Seconds in which the head of a request must arrive.", parse=_seconds)

@@ -6,10 +6,10 @@ a thread, of each client in turn, and those that wait for it are gone as soon as
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from worker.frontdoor.errors import Refused
@@ -30,8 +30,7 @@ class Rewriting:
 
     async def aside(self, client: bytes, rewrite: Callable[[], T]) -> T:
         """The result of ``rewrite``, for the client of a label. Raises `Refused` as that does."""
-        async with self._turns.turn(client):
-            result = await asyncio.get_running_loop().run_in_executor(self._thread, _run, rewrite)
+        result = await self._turns.in_thread(client, self._thread, partial(_run, rewrite))
         if isinstance(result, Refused):
             raise result
         return result

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection
+from itertools import takewhile
 from typing import Any, Protocol
 
 from adapters.catalog import Catalog
@@ -41,6 +42,11 @@ REASONS_AT_ONCE = 4
 many behind.
 """
 
+COMING_S = 1.0
+"""Seconds for which a connection that waits for a request makes no room for another one: its
+request may be on its way.
+"""
+
 LAST_S = 1.0
 """Seconds that answers get to end with an error, after the time that they had to finish."""
 
@@ -71,7 +77,7 @@ class FrontDoor:
         engine_key: Key for the workers' engine ports.
 
     Attributes:
-        connections: Connections of clients, in the order in which they began to wait for requests.
+        connections: Connections of clients.
         reasons: Turns of failed requests that are computed once more, to learn why.
     """
 
@@ -100,7 +106,8 @@ class FrontDoor:
         self.texts = Texts(options.model_path)
         self.calls = options.calls
         self.cors = Cors(options.cors_origins)
-        self.connections: dict[OpenConnection, None] = {}
+        self.connections: set[OpenConnection] = set()
+        self._waiting: dict[OpenConnection, float] = {}  # for a request, since when; in this order
         self.bodies = Bodies(self.max_body, options.body_rate_kib_s * 1024, options.body_timeout_s, time.monotonic)
         self.rewriting = Rewriting()
         self.batches: BatchService | None = None
@@ -204,25 +211,32 @@ class FrontDoor:
 
     def added(self, connection: OpenConnection) -> None:
         """A connection was opened."""
-        self.connections[connection] = None
+        self.connections.add(connection)
+        self.waits(connection)
         self.idle.clear()
 
     def waits(self, connection: OpenConnection) -> None:
-        """A connection waits for its next request."""
-        del self.connections[connection]
-        self.connections[connection] = None
+        """A connection waits for its next request, of which nothing has come."""
+        self._waiting[connection] = time.monotonic()
 
-    def has_room(self, newcomer: OpenConnection) -> bool:
+    def waits_no_more(self, connection: OpenConnection) -> None:
+        """A connection's next request has begun to come, or none is read any more."""
+        self._waiting.pop(connection, None)
+
+    def has_room(self) -> bool:
         """Whether a connection that was opened may stay, in place of the one that has waited for
         longest for a request, if there are too many.
         """
         if len(self.connections) <= self.options.max_connections:
             return True
-        return any(each is not newcomer and each.abort_if_idle() for each in list(self.connections))
+        latest_s = time.monotonic() - COMING_S
+        oldest = takewhile(lambda connection: self._waiting[connection] < latest_s, self._waiting)
+        return any(connection.abort_if_idle() for connection in oldest)
 
     def removed(self, connection: OpenConnection) -> None:
         """A connection was closed."""
-        self.connections.pop(connection, None)
+        self.connections.discard(connection)
+        self.waits_no_more(connection)
         if not self.connections:
             self.idle.set()
 

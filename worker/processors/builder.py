@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -295,8 +296,7 @@ class ServedChainBuilder:
 
     async def _in_thread(self, client: str | None, call: Callable[..., T], *arguments: Any) -> T:
         """Result of ``call`` in a builder's thread, once it is the client's turn."""
-        async with self._turns.turn(client):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+        return await self._turns.in_thread(client, self._threads, partial(call, *arguments))
 
     async def close(self) -> None:
         """End the process that compiles grammars; requests with one are refused. Idempotent."""

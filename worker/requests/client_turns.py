@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class ClientTurns:
@@ -34,6 +38,37 @@ class ClientTurns:
         Args:
             client: Label of the client; None counts as a separate client.
         """
+        client = await self._granted(client)
+        try:
+            yield
+        finally:
+            self._release(client)
+
+    async def in_thread(self, client: Hashable | None, threads: Executor, call: Callable[[], T]) -> T:
+        """Result of ``call`` in a thread, once it is the client's turn. The slot is held until the
+        thread is done with it, also where nobody waits for the result any more.
+
+        Args:
+            client: See `turn`.
+            threads: Threads, as many as there are slots.
+            call: Function that may raise anything.
+        """
+        client, loop = await self._granted(client), asyncio.get_running_loop()
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release, client)
+
+        try:
+            found = threads.submit(call)
+        except RuntimeError:  # they are shut down
+            self._release(client)
+            raise
+        found.add_done_callback(ended)
+        return await asyncio.wrap_future(found)
+
+    async def _granted(self, client: Hashable | None) -> Hashable:
+        """The client of a slot, once it is its turn."""
         client = object() if client is None else client
         granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(granted)
@@ -46,10 +81,7 @@ class ClientTurns:
             else:  # it had its turn a moment ago
                 self._release(client)
             raise
-        try:
-            yield
-        finally:
-            self._release(client)
+        return client
 
     def _grant(self) -> None:
         """Give free slots to the clients that are next."""

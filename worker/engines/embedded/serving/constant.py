@@ -75,7 +75,7 @@ class ConstantModel:
         time.sleep(max(0.0, self._ends_s - now))
         if plan.scored:
             show_scored(plan, torch.empty(plan.num_tokens), self._rows)
-        return self._rows(plan.logit_rows())
+        return self._rows(plan.places())
 
     def late_logits(self, rows: Sized) -> torch.Tensor:
         """See `Model.late_logits`."""
