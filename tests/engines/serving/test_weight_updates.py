@@ -30,7 +30,7 @@ from worker.engines.embedded.model import HfModel, updates
 from worker.engines.embedded.model.loading import load_model
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.chain_replay import CHANGED
-from worker.engines.embedded.serving import load, weights_digest
+from worker.engines.embedded.serving import load, weights, weights_digest
 from worker.engines.embedded.serving.weights import _fall_asleep
 from worker.engines.embedded.speculation import DraftModelProposer
 from worker.engines.lora_adapters import AdapterRefused
@@ -591,6 +591,29 @@ async def test_it_wakes_with_memory_for_kv_or_sleeps_on(sources: list[Path], mon
         assert weights_of(engine).weights_state == "asleep"
         await weights_of(engine).wake()
         assert model._graphs not in (None, captured)
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+async def test_it_wakes_with_memory_for_weights_or_sleeps_on(
+    sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep that goes on holds no memory, that of the KV cache among it."""
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(sources[0]) as engine:
+        model, given = model_of(engine), list[KvStore]()
+        answer = await ask(engine, "before", PROMPT, 4)
+        await weights_of(engine).sleep(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "reload_network", refuse)
+            patch.setattr(KvStore, "give_back", lambda store: given.append(store))
+            with pytest.raises(WrongState, match=r"cannot wake: no memory for its weights \(CUDA out of memory"):
+                await weights_of(engine).wake()
+        assert weights_of(engine).weights_state == "asleep"
+        assert given == [model.kv_store]
+        await weights_of(engine).wake()
         assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
 
 
