@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import random
 import tempfile
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 import decoder_shapes
@@ -25,9 +28,12 @@ from adapters.processors.stochastic import Mirostat
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
+from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvStore
 from worker.engines.embedded.model import HfModel, updates
-from worker.engines.embedded.model.loading import load_model
+from worker.engines.embedded.model.loading import load_model, network_of
+from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.chain_replay import CHANGED
 from worker.engines.embedded.serving import load, weights, weights_digest
@@ -615,6 +621,37 @@ async def test_it_wakes_with_memory_for_weights_or_sleeps_on(
         assert given == [model.kv_store]
         await weights_of(engine).wake()
         assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+@pytest.mark.parametrize("given_up_by", ["sleep", "update", "refused update"])
+async def test_networks_of_modules_are_freed(given_up_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refer to themselves, and a server has put what it has loaded aside."""
+    decoder_shapes.write(tmp_path, "gpt2", 0)
+    made: list[weakref.ref[Network]] = []
+
+    def refuse(config: EmbeddedConfig, model: HfModel, tensors: Mapping[str, Weight]) -> Network:
+        network = network_of(config, model, tensors)
+        made.append(weakref.ref(network))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(tmp_path) as engine:
+        await ask(engine, "before", PROMPT, 4)
+        gc.collect()
+        gc.freeze()
+        try:
+            if given_up_by == "refused update":
+                monkeypatch.setattr(updates, "network_of", refuse)
+                with pytest.raises(WeightsRefused) as found:
+                    await weights_of(engine).update_weights(tmp_path, None, "keep")
+                assert found.value.__context__ is None
+            else:
+                made.append(weakref.ref(model_of(engine).network))
+                control = weights_of(engine)
+                await (control.sleep(2) if given_up_by == "sleep" else control.update_weights(tmp_path, None, "keep"))
+            assert [each() for each in made] == [None]
+            assert gc.get_freeze_count()
+        finally:
+            gc.unfreeze()
 
 
 def model_of(engine: EmbeddedEngine) -> HfModel:

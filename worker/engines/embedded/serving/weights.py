@@ -109,6 +109,8 @@ class WeightControl:
             try:
                 network = made.pop() if made else await self._made(given)
                 await self._call(lambda stepper: self._change(stepper, network, version))
+                if not self._updates.is_beside:
+                    await asyncio.to_thread(host_memory.free_cycles)  # the old network
             finally:
                 await self._let_go()
             self._digests.update(given.digests)
