@@ -120,7 +120,14 @@ def test_files_that_no_start_needs_are_not_missed_offline(server: Hub, models: P
 
 @pytest.mark.parametrize(
     "name",
-    ["generation_config.json", "tokenizer.json", "chat_template.jinja", "vocab.txt", "model.safetensors.index.json"],
+    [
+        "generation_config.json",
+        "hf_quant_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "vocab.txt",
+        "model.safetensors.index.json",
+    ],
 )
 def test_files_that_change_an_answer_are_missed_offline(name: str, server: Hub, models: Path, tmp_path: Path) -> None:
     """A model without its ends of an answer, or its template, would be another one."""

@@ -31,8 +31,8 @@ of Mistral's own.
 """
 
 _READ = [
-    *(f"{each}config.json" for each in ("", "generation_", "tokenizer_", "preprocessor_", "processor_")),
-    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", _TEMPLATES),
+    *("*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    _TEMPLATES,
 ]
 """Texts that a start reads, beside a `tokenizer.json`: a model without one of its own is another
 model. The rest are licences, results of a training, and the tokenizer in other formats.
