@@ -118,6 +118,29 @@ def test_files_that_no_start_needs_are_not_missed_offline(server: Hub, models: P
     assert (path / "LICENSE.txt").is_file()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation_config.json",
+        "hf_quant_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "vocab.txt",
+        "model.safetensors.index.json",
+    ],
+)
+def test_files_that_change_an_answer_are_missed_offline(name: str, server: Hub, models: Path, tmp_path: Path) -> None:
+    """A model without its ends of an answer, or its template, would be another one."""
+    if name == "vocab.txt":
+        (models / "tokenizer.json").unlink()
+    (models / name).touch()
+    path = Path(fetch(server, tmp_path / "cache", NAME).stdout.strip())
+    (path / name).unlink()
+    assert "has not all of the model" in reason(fetch(server, tmp_path / "cache", NAME, offline=True))
+    assert fetch(server, tmp_path / "cache", NAME).returncode == 0
+    assert (path / name).is_file()
+
+
 def test_a_download_that_was_cut_off_before_its_index(server: Hub, models: Path, tmp_path: Path) -> None:
     """Of a client that keeps no listing of a model's files."""
     parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]

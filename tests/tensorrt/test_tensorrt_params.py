@@ -171,6 +171,17 @@ def test_a_seed_samples_in_the_chain_after_the_truncation(version: str) -> None:
     assert (made.repetition_penalty, made.seed, made.top_k) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e-6}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.0, "min_tokens": 2}], ids=str
+)
+def test_log_probabilities_of_a_chain_are_raw_ones(fields: dict[str, Any], version: str) -> None:
+    """Others are refused wherever it reports them."""
+    _, found = native(version, SamplingParams(**fields, logprobs=2))
+    assert found.chain_logprobs == 2
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.logprobs_mode: .* reports raw ones only"):
+        native(version, SamplingParams(**fields, logprobs=2, logprobs_mode="processed"))
+
+
 def test_one_control_in_the_chain_takes_the_others_with_it(version: str) -> None:
     params = SamplingParams(min_tokens=3, presence_penalty=1.0, bad_token_ids=[7], embedding_bias=[0.0] * 1024)
     made, asked = native(version, params)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,18 @@ _PART = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 _TEMPLATES = "*.jinja"
 _TEXTS = ["*.json", _TEMPLATES, "*.model", "*.tiktoken", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
+_INDEX = "model.safetensors.index.json"
 _ELSEWHERE = [*(f"*/{each}" for each in (*_TEXTS, *_WEIGHTS) if each != _TEMPLATES), "consolidated*"]
 """Files of other formats: of subfolders, which may have chat templates beside the default one, and
 of Mistral's own.
+"""
+
+_READ = [
+    *("*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    _TEMPLATES,
+]
+"""Texts that a start reads, beside a `tokenizer.json`: a model without one of its own is another
+model. The rest are licences, results of a training, and the tokenizer in other formats.
 """
 
 _INCOMPLETE = "the model has no config.json, or no weights in safetensors"
@@ -73,22 +83,26 @@ def _snapshot(name: str, revision: str | None, has_weights: bool, *, is_local: b
     from huggingface_hub import snapshot_download  # takes a second, which others need not wait for
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_TEXTS, *_WEIGHTS] if has_weights else _TEXTS
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=_ELSEWHERE,
-                local_files_only=is_local,
-            )
+    def snapshot(patterns: list[str]) -> Path:
+        found: str = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=_ELSEWHERE,
+            local_files_only=is_local,
         )
+        return Path(found)
+
+    try:
+        return snapshot([*_TEXTS, *_WEIGHTS] if has_weights else _TEXTS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         if is_local and isinstance(error, LocalEntryNotFoundError):
             # some of its files are missing: a licence, perhaps, that another program did not fetch
-            incomplete: str | None = getattr(error, "snapshot_path", None)
-            return Path(incomplete) if incomplete is not None and _is_offline() else None
+            read = [*_READ, _INDEX] if has_weights else _READ
+            with suppress(LocalEntryNotFoundError):
+                if _is_offline() and ((found := snapshot(read)) / "tokenizer.json").is_file():
+                    return found
+            return None
         raise StartupError(f"--model-path {name}: no such directory, and {_reason(name, revision, error)}") from error
 
 
@@ -131,7 +145,7 @@ def _is_whole(path: Path, has_weights: bool) -> bool:
     if not has_weights:
         return True
     try:
-        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
         names = set(index["weight_map"].values())
     except FileNotFoundError:
         return _has_every_part([each.name for each in path.glob("*.safetensors") if each.is_file()])

@@ -106,7 +106,7 @@ SPLITS = {
     "llama-bpe": _LLAMA_3_SPLIT,
     "llama-v3": _LLAMA_3_SPLIT,
     "llama3": _LLAMA_3_SPLIT,
-    "olmo": _Split(()),
+    "olmo": _Split((), is_composed=True),
     "qwen2": _QWEN_2_SPLIT,
     "refact": _Split((), by_digit=True),
     "smaug-bpe": _SAME_WITHOUT_BOS,

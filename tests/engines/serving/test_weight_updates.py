@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import random
 import tempfile
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 import decoder_shapes
@@ -25,12 +28,15 @@ from adapters.processors.stochastic import Mirostat
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.embedded import EmbeddedEngine
+from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.kv_cache import KvStore
 from worker.engines.embedded.model import HfModel, updates
-from worker.engines.embedded.model.loading import load_model
+from worker.engines.embedded.model.loading import load_model, network_of
+from worker.engines.embedded.model.network import Network
+from worker.engines.embedded.model.stored_weights import Weight
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.chain_replay import CHANGED
-from worker.engines.embedded.serving import load, weights_digest
+from worker.engines.embedded.serving import load, weights, weights_digest
 from worker.engines.embedded.serving.weights import _fall_asleep
 from worker.engines.embedded.speculation import DraftModelProposer
 from worker.engines.lora_adapters import AdapterRefused
@@ -592,6 +598,60 @@ async def test_it_wakes_with_memory_for_kv_or_sleeps_on(sources: list[Path], mon
         await weights_of(engine).wake()
         assert model._graphs not in (None, captured)
         assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+async def test_it_wakes_with_memory_for_weights_or_sleeps_on(
+    sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep that goes on holds no memory, that of the KV cache among it."""
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(sources[0]) as engine:
+        model, given = model_of(engine), list[KvStore]()
+        answer = await ask(engine, "before", PROMPT, 4)
+        await weights_of(engine).sleep(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "reload_network", refuse)
+            patch.setattr(KvStore, "give_back", lambda store: given.append(store))
+            with pytest.raises(WrongState, match=r"cannot wake: no memory for its weights \(CUDA out of memory"):
+                await weights_of(engine).wake()
+        assert weights_of(engine).weights_state == "asleep"
+        assert given == [model.kv_store]
+        await weights_of(engine).wake()
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
+
+
+@pytest.mark.parametrize("given_up_by", ["sleep", "update", "refused update"])
+async def test_networks_of_modules_are_freed(given_up_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refer to themselves, and a server has put what it has loaded aside."""
+    decoder_shapes.write(tmp_path, "gpt2", 0)
+    made: list[weakref.ref[Network]] = []
+
+    def refuse(config: EmbeddedConfig, model: HfModel, tensors: Mapping[str, Weight]) -> Network:
+        network = network_of(config, model, tensors)
+        made.append(weakref.ref(network))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(tmp_path) as engine:
+        await ask(engine, "before", PROMPT, 4)
+        gc.collect()
+        gc.freeze()
+        try:
+            if given_up_by == "refused update":
+                monkeypatch.setattr(updates, "network_of", refuse)
+                with pytest.raises(WeightsRefused) as found:
+                    await weights_of(engine).update_weights(tmp_path, None, "keep")
+                assert found.value.__context__ is None
+            else:
+                made.append(weakref.ref(model_of(engine).network))
+                control = weights_of(engine)
+                await (control.sleep(2) if given_up_by == "sleep" else control.update_weights(tmp_path, None, "keep"))
+            assert [each() for each in made] == [None]
+            assert gc.get_freeze_count()
+        finally:
+            gc.unfreeze()
 
 
 def model_of(engine: EmbeddedEngine) -> HfModel:

@@ -112,7 +112,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         problem = f"holds {chain.companion.name}, which needs a second row of logits, and TensorRT-LLM computes one"
         raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
     random = is_sampled(params, chain)
-    chain_samples = _must_sample_in_chain(rest, random, has_processors, served)
+    chain_samples = _must_sample_in_chain(rest, random, has_processors or cold, served)
     seed = request.seed if params.seed is None else params.seed
     context = Context(Vocabulary(served.vocab_size), ends, seed, request.choice, max_tokens=params.max_tokens)
     late = random and (chain_samples or cold)
@@ -199,7 +199,7 @@ def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool,
         raise InvalidRequest("sampling_params.logprobs_mode", "this version of TensorRT-LLM reports raw ones only")
     if seeded or has_chain or _early(params) or _active(params, late=True):
         if params.logprobs_mode == "processed":
-            problem = "beside processors, penalties or a seed this engine reports raw ones only"
+            problem = "beside processors, penalties, a seed or a temperature near 0 this engine reports raw ones only"
             raise InvalidRequest("sampling_params.logprobs_mode", problem)
         return True
     return False

@@ -11,6 +11,7 @@ otherwise the kernel takes it back, and clears it again, many times a step.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import math
 import sys
@@ -117,8 +118,22 @@ def take_back(tensors: Iterable[torch.Tensor]) -> None:
         raise
 
 
+def free_cycles() -> None:
+    """Free what nothing but itself refers to, as networks of transformers' modules do; also among
+    objects that `gc.freeze` has put aside, at which no other collection looks.
+    """
+    is_frozen = bool(gc.get_freeze_count())
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+
+
 def give_back_freed() -> None:
-    """Give back to the system what malloc keeps of freed memory, and torch of a GPU's."""
+    """Give back to the system what malloc keeps of freed memory, and torch of a GPU's, with that of
+    `free_cycles`.
+    """
+    free_cycles()
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

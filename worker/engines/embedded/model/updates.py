@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from worker.engines.embedded.config import EmbeddedConfig
+from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model.checkpoint_files import first_line, read_settings
 from worker.engines.embedded.model.hf_model import HfModel
 from worker.engines.embedded.model.llama_weights import LlamaWeights
@@ -205,7 +206,8 @@ class ReloadedUpdates:
             raise WeightsRefused(str(error)) from None
         except torch.OutOfMemoryError as error:
             problem = f"a GPU has no memory for them beside those that compute ({first_line(error)})"
-            raise WeightsRefused(f"{problem}; a smaller --kv-cache-memory leaves more") from None
+        host_memory.give_back_freed()  # of what was made, which the error refers to no longer
+        raise WeightsRefused(f"{problem}; a smaller --kv-cache-memory leaves more")
 
     def drop(self) -> None:
         """See `Updates.drop`."""

@@ -109,6 +109,8 @@ class WeightControl:
             try:
                 network = made.pop() if made else await self._made(given)
                 await self._call(lambda stepper: self._change(stepper, network, version))
+                if not self._updates.is_beside:
+                    await asyncio.to_thread(host_memory.free_cycles)  # the old network
             finally:
                 await self._let_go()
             self._digests.update(given.digests)
@@ -171,11 +173,11 @@ class WeightControl:
         async with self._exclusive():
             if not self._level:
                 raise WrongState("the engine does not sleep")
-            await self._call(lambda stepper: _wake_up(stepper, self._model))
-            if not self._model.has_network and not self._version.number:
-                network = await asyncio.to_thread(self._reloaded)
-                if network is not None:
-                    await self._call(lambda stepper: self._model.replace_network(network))
+            lacking = await self._lacking()
+            if lacking is not None:
+                await self._call(lambda stepper: _give_kv_back(stepper, self._model))
+                await asyncio.to_thread(host_memory.give_back_freed)
+                raise WrongState(f"the engine cannot wake: no memory for its {lacking}")
             self._level = 0
             await self._let_go()
 
@@ -185,6 +187,24 @@ class WeightControl:
         for call in self._calls:
             if not call.done():
                 call.set_exception(failure)
+
+    async def _lacking(self) -> str | None:
+        """Have the KV cache and the weights again; what there is no memory for, None if all is
+        there.
+        """
+        try:
+            await self._call(lambda stepper: _take_kv_back(stepper, self._model))
+        except RuntimeError as error:
+            return f"KV cache ({first_line(error)})"
+        if self._model.has_network or self._version.number:
+            return None
+        try:
+            network = await asyncio.to_thread(self._reloaded)
+        except torch.OutOfMemoryError as error:
+            return f"weights ({first_line(error)})"
+        if network is not None:
+            await self._call(lambda stepper: self._model.replace_network(network))
+        return None
 
     async def _made(self, given: Given) -> Network:
         return await asyncio.to_thread(in_own_thread, lambda: self._updates.network(given))
@@ -282,18 +302,20 @@ def _fall_asleep(stepper: Stepper, model: HfModel, drop: Callable[[], None] | No
     stepper.drop_kv()
     if stepper.draft_model is not None:
         stepper.draft_model.drop_drafts()
-    for each in _models(stepper, model):
-        each.give_kv_back()
+    _give_kv_back(stepper, model)
     if drop is not None:
         drop()
 
 
-def _wake_up(stepper: Stepper, model: HfModel) -> None:
-    try:
-        for each in _models(stepper, model):
-            each.take_kv_back()
-    except RuntimeError as error:
-        raise WrongState(f"the engine cannot wake: no memory for its KV cache ({first_line(error)})") from error
+def _give_kv_back(stepper: Stepper, model: HfModel) -> None:
+    for each in _models(stepper, model):
+        each.give_kv_back()
+
+
+def _take_kv_back(stepper: Stepper, model: HfModel) -> None:
+    """Raises `RuntimeError` if the memory is not there."""
+    for each in _models(stepper, model):
+        each.take_kv_back()
 
 
 def _models(stepper: Stepper, model: HfModel) -> list[HfModel]:
