@@ -176,6 +176,15 @@ def test_an_answer_of_its_own_beside_calls(spelling: str) -> None:
         calls(name, choice="required", answer={"type": "regex", "pattern": "a"})
 
 
+def test_an_answer_of_its_own_is_all_that_the_user_is_told() -> None:
+    """A message in the commentary before it would be text, too, and both together are no JSON."""
+    message, final = "<|channel|>%s<|message|>Hm.<|end|><|start|>assistant", said("harmony", "{}")
+    either = calls("harmony", answer={"type": "json_schema", "json_schema": {"type": "object"}})
+    assert follow(either, message % "analysis" + final) == "complete"
+    assert follow(either, message % "analysis" + message % "commentary" + final).startswith("stopped")
+    assert follow(calls("harmony"), message % "commentary" + final) == "complete"
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_call_ends_with_nothing_but_further_calls(spelling: str) -> None:
     """Where the format says so; elsewhere text may follow."""
