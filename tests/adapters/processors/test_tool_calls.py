@@ -417,6 +417,34 @@ def test_arguments_are_those_that_properties_name(spelling: str) -> None:
     assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2, "d": 2}})))
 
 
+B_OR_MORE = {"type": "object", "properties": {"b": {"type": "integer"}}}
+NEEDS_C = {"properties": {"c": {"type": "integer"}}, "required": ["c"]}
+A_NEEDS_C = {"properties": {"a": NEEDS_C}}
+ELSEWHERE: tuple[dict[str, Any], ...] = (
+    {"allOf": [A_NEEDS_C]},
+    {"anyOf": [A_NEEDS_C]},
+    {"oneOf": [A_NEEDS_C]},
+    {"if": {"required": ["a"]}, "then": A_NEEDS_C},
+    {"dependentSchemas": {"a": A_NEEDS_C}},
+    {"patternProperties": {"^a": NEEDS_C}},
+    {"$ref": "#/$defs/more", "$defs": {"more": A_NEEDS_C}},
+)
+
+
+@pytest.mark.parametrize("spelling", ["hermes", "pythonic", "olmo3", "qwen3_coder", "glm45", "glm47"])
+def test_what_another_keyword_needs_is_not_closed(spelling: str) -> None:
+    """Such a tool was refused, since no arguments were left, or its calls lacked some."""
+    call = written(spelling, Call("f", {"a": {"c": 2}}))
+    for elsewhere in ELSEWHERE:
+        schema = {"type": "object", "properties": {"a": B_OR_MORE}, "required": ["a"], **elsewhere}
+        tools = [{"name": "f", "parameters": schema}]
+        assert follow(calls(format_of(spelling), tools=tools, choice="required"), call) == "complete"
+    listed = {"type": "array", "items": B_OR_MORE, "contains": NEEDS_C}
+    tools = [{"name": "f", "parameters": {"properties": {"a": listed}, "required": ["a"]}}]
+    call = written(spelling, Call("f", {"a": [{"c": 2}]}))
+    assert follow(calls(format_of(spelling), tools=tools, choice="required"), call) == "complete"
+
+
 def test_a_schema_may_say_that_there_are_other_arguments() -> None:
     inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
     silent = {"type": "object", "properties": {"a": {"type": "integer"}, "b": inner}, "required": ["a"]}
