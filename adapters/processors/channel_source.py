@@ -44,7 +44,7 @@ class ChannelSource:
 
     def free_text(self) -> str:
         """Start rule of text without a call."""
-        return self.text_before(self._free())
+        return self._last(self._all(), self._free())
 
     def calls(self) -> str:
         """Start rule of calls, with nothing before them but thinking."""
@@ -55,8 +55,14 @@ class ChannelSource:
         return f"{self.free_text()} | {self._before(self._all())} {self._calls()}"
 
     def text_before(self, answer: str) -> str:
-        """Source of ``answer``, an expression, as the last message."""
-        return f"{self._before(self._all())} {self._head(self._channels.text[0])} {answer}"
+        """Source of ``answer``, an expression, as the last message, with nothing before it but
+        thinking: the text of an answer is that of all its channels of text.
+        """
+        return self._last([self._channels.thinking], answer)
+
+    def _last(self, names: Sequence[str], text: str) -> str:
+        """Source of ``text``, an expression, as the last message, behind some in these channels."""
+        return f"{self._before(names)} {self._head(self._channels.text[0])} {text}"
 
     def _all(self) -> list[str]:
         """Channels of the messages before the last one."""

@@ -171,35 +171,40 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
     return source.json(_closed(schema), of)
 
 
-_OPEN = frozenset(
+_SAYS_MORE = frozenset(
     (
         "$ref",
-        "additionalProperties",
         "allOf",
         "anyOf",
         "const",
+        "contains",
         "dependencies",
-        "dependentRequired",
         "dependentSchemas",
         "enum",
         "if",
-        "minProperties",
         "not",
         "oneOf",
         "patternProperties",
-        "unevaluatedProperties",
     )
 )
-"""Keywords by which an object may have, or need, properties that ``properties`` does not name."""
+"""Keywords by which the members and items of a value may need more than ``properties`` and
+``items`` say of them.
+"""
+
+_OPEN = frozenset(("additionalProperties", "dependentRequired", "minProperties", "unevaluatedProperties"))
+"""Further keywords by which an object may have, or need, properties that ``properties`` does not
+name.
+"""
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, of whose objects none has properties that are not named.
+    """The schema, of whose objects none has properties that are not named, but where keywords of
+    `_SAYS_MORE` are beside them: what is closed may then be what another keyword needs open.
 
     Most clients do not say ``additionalProperties: false``, and a small model then invents
     properties without an end. What is generated is valid for the given schema all the same.
     """
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or _SAYS_MORE & schema.keys():
         return schema
     closed = dict(schema)
     named = schema.get("properties")

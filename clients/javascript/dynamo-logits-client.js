@@ -512,7 +512,7 @@ class Call {
 
   /** The body as text; each piece of it may take the whole timeout. */
   async text(response) {
-    if (!response.body) return this.watched(response.text());
+    if (!response.body?.getReader) return this.watched(response.text()); // of another fetch than the platform's
     const [body, decoder] = [response.body.getReader(), new TextDecoder()];
     let text = "";
     for (;;) {

@@ -157,3 +157,10 @@ def test_a_timeout_of_nodes_own_fetch(code: str) -> None:
     fetch = f"async () => {{ throw Object.assign(new TypeError('fetch failed'), {{ cause: {{ code: '{code}' }} }}); }}"
     asked = f"return new Client({{ baseURL: 'http://localhost:9/v1', fetch: {fetch} }}).models();"
     assert outcome_of(asked) == ["TimedOut", "http://localhost:9/v1/models: nothing arrived in time"]
+
+
+def test_a_whole_answer_of_another_fetch() -> None:
+    """The body of node-fetch is a stream of Node's, which has no reader."""
+    fetch = """async () => ({ status: 200, body: {}, text: async () => '{"data":[{"id":"m"}]}' })"""
+    asked = f"return new Client({{ baseURL: 'http://localhost:9/v1', fetch: {fetch} }}).models();"
+    assert outcome_of(asked) == ["m"]

@@ -179,6 +179,17 @@ def test_tools_become_the_processor(name: str) -> None:
     assert {key: value for key, value in body.items() if key == "tool_choice"} == kept
 
 
+@pytest.mark.parametrize("name", ["hermes", "harmony", "functionary_v3_2"])
+def test_json_without_calls_is_no_text_of_a_format(name: str) -> None:
+    """Text of some formats has a beginning that no JSON has, so that no token was left."""
+    body = sent(
+        calls=ToolCallSettings(name), tools=[TOOL], tool_choice="none", response_format=SCHEMA, logit_bias={"5": 1}
+    )
+    assert [each["name"] for each in selected(body)["processors"]] == ["logit_bias"]
+    assert body["response_format"] == SCHEMA
+    assert (body["tools"], body["tool_choice"]) == ([TOOL], "none")
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("calls", [HERMES, None], ids=str)
 def test_allowed_tools_are_the_only_ones(mode: str, calls: ToolCallSettings | None) -> None:

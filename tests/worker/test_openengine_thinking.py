@@ -79,6 +79,7 @@ def test_thinking_that_needs_no_tag_may_have_one(pieces: list[str], thought: str
     [
         (["<think>", "Hm", "</think>", "Yes"], ["Hm"]),
         (["Hm", "</think>", "Yes"], ["Hm"]),
+        (["\n", "\n", "<think>", "\n", "Hm", "</think>", "Yes"], ["\n", "\n", "\n", "Hm"]),
         (["Hm", "<think>"], ["Hm", "<think>"]),
     ],
 )

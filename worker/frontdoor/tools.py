@@ -68,7 +68,8 @@ def check_without_format(fields: Body) -> None:
 
 
 def tools_as_processor(fields: Body, format: ToolCallSettings) -> FieldProcessor | None:
-    """The processor that holds calls to ``tools``; None without tools.
+    """The processor that holds calls to ``tools``; None without tools, and where ``tool_choice`` is
+    ``none`` beside a ``response_format`` of JSON, which is text whatever it holds.
 
     What the processor now does is taken out of ``fields``: a ``tool_choice`` that forces a call, in
     which place the frontend would put a JSON Schema, and a ``response_format``, which is that of an
@@ -86,6 +87,8 @@ def tools_as_processor(fields: Body, format: ToolCallSettings) -> FieldProcessor
     if not isinstance(choice, str | dict) or not isinstance(parallel, bool):
         return None  # the frontend refuses it
     _check_names(tools, choice)
+    if choice == "none" and has_json_format(fields):
+        return None
     try:
         made = from_openai_tools(
             tools, choice, format=format.name, parallel_tool_calls=parallel, **_scope(format), **_answer(fields, choice)

@@ -54,10 +54,19 @@ class IncrementalText:
         """The text completed by the tokens, the same whether they come together or one by one;
         empty if they end inside its first character.
         """
+        pieces, start = list[str](), 0
+        while start < len(token_ids):  # up to each place where the window moves
+            end = start + max(1, (_WINDOW + 1 if self._cut else _WINDOW // 2) - len(self._tokens))
+            pieces.append(self._append(token_ids[start:end]))
+            start = end
+        return "".join(pieces)
+
+    def _append(self, token_ids: Sequence[int]) -> str:
+        """See `append`; the window does not move before the last of the tokens."""
         tokens = [*self._tokens, *token_ids]
         text = self._decode(tokens)
         if len(token_ids) > 1 and _UNFINISHED in text[self._num_given :]:
-            return "".join([self.append(each) for each in token_ids])
+            return "".join([self._append([each]) for each in token_ids])
         self._tokens, self._text = tokens, text
         whole = len(self._text.rstrip(_UNFINISHED))
         piece = self._text[self._num_given : whole]

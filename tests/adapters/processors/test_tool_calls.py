@@ -176,6 +176,15 @@ def test_an_answer_of_its_own_beside_calls(spelling: str) -> None:
         calls(name, choice="required", answer={"type": "regex", "pattern": "a"})
 
 
+def test_an_answer_of_its_own_is_all_that_the_user_is_told() -> None:
+    """A message in the commentary before it would be text, too, and both together are no JSON."""
+    message, final = "<|channel|>%s<|message|>Hm.<|end|><|start|>assistant", said("harmony", "{}")
+    either = calls("harmony", answer={"type": "json_schema", "json_schema": {"type": "object"}})
+    assert follow(either, message % "analysis" + final) == "complete"
+    assert follow(either, message % "analysis" + message % "commentary" + final).startswith("stopped")
+    assert follow(calls("harmony"), message % "commentary" + final) == "complete"
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_call_ends_with_nothing_but_further_calls(spelling: str) -> None:
     """Where the format says so; elsewhere text may follow."""
@@ -406,6 +415,34 @@ def test_arguments_are_those_that_properties_name(spelling: str) -> None:
     assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "z": 2})))
     assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"d": 2}})))
     assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2, "d": 2}})))
+
+
+B_OR_MORE = {"type": "object", "properties": {"b": {"type": "integer"}}}
+NEEDS_C = {"properties": {"c": {"type": "integer"}}, "required": ["c"]}
+A_NEEDS_C = {"properties": {"a": NEEDS_C}}
+ELSEWHERE: tuple[dict[str, Any], ...] = (
+    {"allOf": [A_NEEDS_C]},
+    {"anyOf": [A_NEEDS_C]},
+    {"oneOf": [A_NEEDS_C]},
+    {"if": {"required": ["a"]}, "then": A_NEEDS_C},
+    {"dependentSchemas": {"a": A_NEEDS_C}},
+    {"patternProperties": {"^a": NEEDS_C}},
+    {"$ref": "#/$defs/more", "$defs": {"more": A_NEEDS_C}},
+)
+
+
+@pytest.mark.parametrize("spelling", ["hermes", "pythonic", "olmo3", "qwen3_coder", "glm45", "glm47"])
+def test_what_another_keyword_needs_is_not_closed(spelling: str) -> None:
+    """Such a tool was refused, since no arguments were left, or its calls lacked some."""
+    call = written(spelling, Call("f", {"a": {"c": 2}}))
+    for elsewhere in ELSEWHERE:
+        schema = {"type": "object", "properties": {"a": B_OR_MORE}, "required": ["a"], **elsewhere}
+        tools = [{"name": "f", "parameters": schema}]
+        assert follow(calls(format_of(spelling), tools=tools, choice="required"), call) == "complete"
+    listed = {"type": "array", "items": B_OR_MORE, "contains": NEEDS_C}
+    tools = [{"name": "f", "parameters": {"properties": {"a": listed}, "required": ["a"]}}]
+    call = written(spelling, Call("f", {"a": [{"c": 2}]}))
+    assert follow(calls(format_of(spelling), tools=tools, choice="required"), call) == "complete"
 
 
 def test_a_schema_may_say_that_there_are_other_arguments() -> None:

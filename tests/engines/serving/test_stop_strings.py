@@ -9,7 +9,7 @@ from itertools import cycle, pairwise
 
 import pytest
 from effort import examples, grid
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -254,6 +254,7 @@ MIXED = st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0x80, WORD, LEADING]), min_s
 @pytest.mark.parametrize("decode", [byte_level, byte_fallback()], ids=["bytes", "fallback"])
 @settings(max_examples=examples(300), deadline=None)
 @given(ids=MIXED, sizes=st.lists(st.integers(1, 40), min_size=1, max_size=10))
+@example(ids=[*[0xC3, 0xA9] * 20, 0x80], sizes=[40])  # a long run of bytes, of which the window has the last
 def test_tokens_that_come_together_give_the_same_text(decode: Decode, ids: list[int], sizes: list[int]) -> None:
     """As drafted ones do, and those of an answer that is read at its end: a stray byte behind a
     whole character took that back if it came with it.

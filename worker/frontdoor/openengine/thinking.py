@@ -110,7 +110,13 @@ def reasoning_tokens(
         may_open: See `ThinkingSplit`.
     """
     start, end = (_matcher(vocabulary, tag) for tag in (thinking.begin, thinking.end))
-    return ReasoningTokens(start, end, is_inside=is_inside, may_open=may_open)
+    blank = vocabulary.derived("thinking.blank", lambda: _blank(vocabulary)) if may_open else None
+    return ReasoningTokens(start, end, is_inside=is_inside, blank=blank)
+
+
+def _blank(vocabulary: Vocabulary) -> frozenset[int]:
+    """Tokens of white space alone."""
+    return frozenset(token_id for token_id, text in enumerate(vocabulary.token_bytes) if text.isspace())
 
 
 def _matcher(vocabulary: Vocabulary, tag: str) -> TextMatcher:
