@@ -109,7 +109,7 @@ class Responses:
         """
         is_first = all(owner != generation.owner for owner, _ in self._running)
         if len(self._running) >= (2 if is_first else 1) * MAX_RUNNING:
-            problem = f"{MAX_RUNNING} background responses are being generated; try again later"
+            problem = f"{len(self._running)} background responses are being generated; try again later"
             raise Refused(429, problem, "background", kind="rate_limit_error", code="rate_limit_exceeded")
         key = (generation.owner, generation.answer.response["id"])
         free = take_room()
