@@ -324,7 +324,8 @@ class Arguments:
     )
     kv_transfer_devices: str = option(
         "lo",
-        "Network devices over which KV is read by other workers, as UCX names them; all for every one.",
+        "Network devices over which KV is read by other workers, as UCX names them; all for every one. TensorRT-LLM "
+        "finds its own unless it is given.",
         env="UCX_NET_DEVICES",
     )
     namespace: str = option("dynamo", "Dynamo namespace.", env="DYN_NAMESPACE")
