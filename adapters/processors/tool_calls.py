@@ -165,10 +165,10 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ArgumentError("tools", f"expected the arguments of {tool.name} to be an object")
-    schema = {**schema, "type": "object"}
+    closed = _closed({**schema, "type": "object"})
     if wanted.arguments != "json":
-        return source.arguments(_closed(schema), wanted.arguments, of)
-    return source.json(_closed(schema), of)
+        return source.arguments(closed, wanted.arguments, of)
+    return source.json(closed, of)
 
 
 _SAYS_MORE = frozenset(

@@ -79,7 +79,7 @@ def check_samples(directory: Path, series: dict[str, str], checks: list[dict[str
 
     Args:
         directory: Folder for files.
-        series: As of `check_firing`.
+        series: Series and their values, as `check_firing` takes them.
         checks: Expressions, times and samples, as promtool reads them.
     """
     manifest = yaml.safe_load((REPOSITORY / "k8s/monitoring/alerts.yaml").read_text())

@@ -387,6 +387,11 @@ class Edits:
     planned: list[Planned] = field(default_factory=list)
     failures: dict[int, ProcessorFailed] = field(default_factory=dict)
 
+    @property
+    def errors(self) -> dict[int, str]:
+        """The failures as errors of rows."""
+        return {row: str(failure) for row, failure in self.failures.items()}
+
     def of(self, rows: Sequence[int]) -> Edits:
         """The edits of some rows, which have other numbers then: their places in `rows`."""
         places = {row: place for place, row in enumerate(rows)}

@@ -241,7 +241,7 @@ class Stepper:
         if plan.num_companions:
             self.scheduler.settle_companions(plan)
             plan, logits = take_rows(plan, logits, self.scheduler.queues.decoding)
-        drafts = DraftedRows(self.model, plan, logits) if plan.drafts else None
+        drafts = DraftedRows(self.model, plan, logits) if computed.drafts else None
         try:
             if drafts is None:
                 outputs = self._sample(plan, logits, computed)
@@ -254,11 +254,11 @@ class Stepper:
             self.connector.lease(plan, outputs)
         if computed.decode:
             self.speculator.learn_cost(computed)
-        if computed.drafts:
-            accepted = {} if drafts is None else self._verify(plan, drafts, outputs)
+        if drafts is not None:
+            accepted = self._verify(plan, drafts, outputs)
             owners = (one for one in drafted.decode if not one.is_companion)
             self.speculator.learn(drafted, [accepted.get(id(one), 0) for one in owners])
-            self.speculator.learn_late(drafted, set() if drafts is None else drafts.late)
+            self.speculator.learn_late(drafted, drafts.late)
         if computed.decode:
             self.scheduler.learn_cost(computed, time.perf_counter() - started)
         if self.pass_sink is not None and counted is not None:

@@ -76,7 +76,7 @@ class Sampler:
             logits = _on_cpu(logits)
         raw = logits.index_select(0, table.raw_index) if table.raw else None
         self._mask_never(logits)
-        errors = {row: str(failure) for row, failure in edits.failures.items()}
+        errors = edits.errors
         if edits.planned or bitmask is not None:
             self._edit(logits, edits.planned, bitmask, errors)
         samples, final = self._choose(logits, table, edits.planned, errors)
@@ -118,7 +118,7 @@ class Sampler:
     def _choose_on_device(self, logits: torch.Tensor, table: RowTable, edits: Edits) -> Samples:
         """Tokens of float32 rows that stay where they are: numbers of a few tokens are copied."""
         self._mask_never(logits)
-        errors = {row: str(failure) for row, failure in edits.failures.items()}
+        errors = edits.errors
         if edits.planned:
             self._edit(logits, edits.planned, None, errors)
         if table.random or edits.planned:
@@ -170,7 +170,7 @@ class Sampler:
 
     def force(self, edits: Edits, count: int) -> Samples:
         """Tokens of `count` rows that processors force, or that have failed."""
-        samples = Samples([0] * count, {row: str(failure) for row, failure in edits.failures.items()})
+        samples = Samples([0] * count, edits.errors)
         self._force(samples, edits.planned)
         return samples
 
