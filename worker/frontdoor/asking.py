@@ -10,7 +10,6 @@ from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.requests import TOO_DEEP
-from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
 
 
@@ -44,10 +43,10 @@ async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[by
     try:
         # `fields` may be large, and are changed
         text = json.dumps(fields).encode()
-        if len(text) <= AT_ONCE:
-            return caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
-        return await caller.door.rewriting.aside(
-            caller.request.label, lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head)
+        return await caller.door.rewriting.by_size(
+            caller.request.label,
+            len(text),
+            lambda: caller.door.rewrite_fields(path, json.loads(text), caller.request.head),
         )
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None

@@ -21,7 +21,6 @@ from worker.frontdoor.http import Document, answer
 from worker.frontdoor.refusal_reading import explaining
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.request_reader import Head
-from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.server import FrontDoor
 
 logger = logging.getLogger(__name__)
@@ -92,8 +91,7 @@ class LineAnswers:
 
         if is_checked:
             rewrite = partial(self.door.rewrite, request.path, body, request.head)
-            is_large = len(body) > AT_ONCE
-            bodies = await self.door.rewriting.aside(request.label, rewrite) if is_large else rewrite()
+            bodies = await self.door.rewriting.by_size(request.label, len(body), rewrite)
         upstreams = self.door.upstreams
         if isinstance(bodies, dict):
             waiting.answer = exchange = Exchange(waiting, self.door, request, body, bodies)

@@ -28,6 +28,10 @@ class Rewriting:
         self._thread = ThreadPoolExecutor(1, "front-door-bodies")
         self._turns = ClientTurns(1)
 
+    async def by_size(self, client: bytes, size: int, rewrite: Callable[[], T]) -> T:
+        """The result of ``rewrite``, which reads `size` bytes: at once, or else as `aside`."""
+        return rewrite() if size <= AT_ONCE else await self.aside(client, rewrite)
+
     async def aside(self, client: bytes, rewrite: Callable[[], T]) -> T:
         """The result of ``rewrite``, for the client of a label. Raises `Refused` as that does."""
         result = await self._turns.in_thread(client, self._thread, partial(_run, rewrite))

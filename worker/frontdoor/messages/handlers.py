@@ -14,7 +14,6 @@ from worker.frontdoor.messages.events import Event, MessageEvents
 from worker.frontdoor.messages.message import server_sent, whole_message, written
 from worker.frontdoor.messages.request import TranslatedRequest, counted, translated
 from worker.frontdoor.requests import TOO_DEEP, deadline_of
-from worker.frontdoor.rewriting import AT_ONCE
 from worker.frontdoor.tokens import num_prompt_tokens
 
 
@@ -84,8 +83,6 @@ async def _translated(exchange: Exchange, translate: Callable[..., TranslatedReq
     models_think = exchange.door.options.dyn_reasoning_parser is not None
     make = partial(translate, exchange.fields(), models_think=models_think)
     try:
-        if len(exchange.body) <= AT_ONCE:
-            return make()
-        return await exchange.door.rewriting.aside(exchange.request.label, make)
+        return await exchange.door.rewriting.by_size(exchange.request.label, len(exchange.body), make)
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None

@@ -58,9 +58,8 @@ async def _prepared(exchange: Exchange, fields: Body) -> Prepared:
     service = responses_of(exchange.door)
     earlier = service.previous(exchange.owner, fields.get(PREVIOUS))
     prepare = partial(service.prepared, exchange.owner, fields, earlier)
-    if len(exchange.body) + sum(len(each.data) for each in earlier) <= AT_ONCE:
-        return prepare()
-    return await exchange.door.rewriting.aside(exchange.request.label, prepare)
+    size = len(exchange.body) + sum(len(each.data) for each in earlier)
+    return await exchange.door.rewriting.by_size(exchange.request.label, size, prepare)
 
 
 async def _answer_whole(exchange: Exchange, generation: Generation) -> None:
@@ -104,10 +103,7 @@ async def _check_chat(exchange: Exchange, generation: Generation) -> None:
     try:
         body = encoded(generation.request.fields)
         check = partial(exchange.door.rewrite, CHAT, body, exchange.head)
-        if len(body) > AT_ONCE:
-            await exchange.door.rewriting.aside(exchange.request.label, check)
-        else:
-            check()
+        await exchange.door.rewriting.by_size(exchange.request.label, len(body), check)
         await checked(exchange, generation.request.fields, CHAT)
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None
