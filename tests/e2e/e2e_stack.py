@@ -142,6 +142,8 @@ class Stack:
         self.warm = warm
         self.model_path = model_path
         self.http_port = free_port()
+        self.inner_port = free_port()
+        """Of the other server where a pod has two: a front door, and the frontend behind it."""
         self.url = f"http://127.0.0.1:{self.http_port}"
         self._processes: list[Process] = []
         self._clients: list[openai.OpenAI] = []

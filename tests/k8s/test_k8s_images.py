@@ -85,7 +85,7 @@ def start(stack: Stack, python: Path, part: Component, log: Path, *, door: bool 
     """As a pod would, with the image's packages; ports, paths, network and discovery are this
     machine's. ``door``: the front door of the pod.
     """
-    port, behind = str(free_port()), str(stack.http_port + 1)
+    port, behind = str(free_port()), str(stack.inner_port)
     here = {"8000": str(stack.http_port), "8001": behind, "0.0.0.0": "127.0.0.1", "9090": port, "eth0": "lo"}
     container = part.door if door else part.main
     words = [

@@ -39,7 +39,7 @@ def run(stack: Stack, part: Component, container: dict[str, Any], **environ: str
     """With the manifest's command, arguments and variables; ports, paths and discovery are this
     machine's.
     """
-    system_port, behind = str(free_port()), str(stack.http_port + 1)
+    system_port, behind = str(free_port()), str(stack.inner_port)
     ports = {"8000": str(stack.http_port), "8001": behind, "9090": system_port}
     here = {**ports, "0.0.0.0": "127.0.0.1", "eth0": "lo"}
     words = [here.get(word, word).replace(":8001", f":{behind}") for word in container["args"]]
