@@ -17,7 +17,8 @@ Workloads, of which `speculation_workload` has the texts:
 - ``json``: an object by a schema with long keys; what the grammar forces is drafted.
 - ``tools``, ``schemas``: a call of one of four tools; an object of each of forty schemas of
   Kubernetes (`speculation_forms`). Ours alone.
-- ``edit``: a program to which a line is added, and which is repeated otherwise.
+- ``edit``: a program to which a line is added, and which is repeated otherwise; for the method
+  ``prediction`` the program is the prediction.
 - ``extract``: the lines of a note that are asked for, word for word.
 - ``text``: a story, sampled at temperature 1: next to nothing to draft.
 
@@ -62,6 +63,7 @@ PAUSE_S = 0.3
 
 OURS = {
     "chain": SpeculativeConfig(),
+    "prediction": SpeculativeConfig(),
     "ngram": SpeculativeConfig.parse(NGRAM),
     "suffix": SpeculativeConfig(method="suffix", suffix_cache_tokens=0),
 }
@@ -143,6 +145,7 @@ class Ours:
                 progress=False,
                 processors=forms[some],
                 speculation=method is not None,
+                predictions=asked.predictions[some] if method == "prediction" and asked.predictions else None,
             )
             answers += [one.token_ids for one in results]
         return answers
@@ -160,7 +163,8 @@ class Ours:
             for chat in chats
         ]
         forms = [list(form) for form in workload.forms[: len(chats)]]
-        return Ask(prompts, tokens, workload.temperature, 1, workload.schema, forms=forms, together=batch)
+        predictions = list(workload.predictions[: len(chats)])
+        return Ask(prompts, tokens, workload.temperature, 1, workload.schema, True, forms, predictions, batch)
 
 
 @contextlib.contextmanager
@@ -235,8 +239,8 @@ def render(rows: Sequence[Measured], arguments: argparse.Namespace, made_by: str
         "Speed with speculation against that without, in the same round: median (lowest to highest).",
         "`chain` drafts what a request's own processors force, and does so with every method.",
         "",
-        "| workload | batch | aimed at | chain | ngram | suffix | vLLM, ngram | llama.cpp, lookup |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| workload | batch | aimed at | chain | prediction | ngram | suffix | vLLM, ngram | llama.cpp, lookup |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     theirs = [(VLLM, "ngram"), (LLAMA, "lookup")]
     shown = [*(("ours", name) for name in OURS), *theirs]
@@ -251,8 +255,9 @@ def render(rows: Sequence[Measured], arguments: argparse.Namespace, made_by: str
         f"Tokens per second{' of processor time' if arguments.cpu_time else ''}, medians, and in brackets how many",
         "drafted tokens of those computed were accepted.",
         "",
-        "| workload | batch | ours, none | chain | ngram | suffix | vLLM, none | ngram | llama.cpp, none | lookup |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| workload | batch | ours, none | chain | prediction | ngram | suffix "
+        "| vLLM, none | ngram | llama.cpp, none | lookup |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     columns = [("ours", None), *(("ours", name) for name in OURS)]
     columns += [(VLLM, None), (VLLM, "ngram"), (LLAMA, None), (LLAMA, "lookup")]

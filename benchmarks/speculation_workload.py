@@ -52,6 +52,7 @@ class Ask:
         schema: JSON Schema of the answers.
         speculates: Whether tokens may be drafted; a peer that cannot choose answers as it is.
         forms: Logits processors of each prompt, by name, which no peer has.
+        predictions: Text that each answer is likely to be, which no peer takes.
         together: Prompts that are answered at a time; 0 for all.
     """
 
@@ -62,6 +63,7 @@ class Ask:
     schema: dict[str, Any] | None = None
     speculates: bool = True
     forms: list[list[dict[str, Any]]] = field(default_factory=list)
+    predictions: list[str] = field(default_factory=list)
     together: int = 0
 
 
@@ -98,6 +100,7 @@ class Workload:
         temperature: 0 for greedy answers.
         schema: JSON Schema of all answers.
         forms: Logits processors of each chat, by name, which no peer has.
+        predictions: Text that each answer is likely to be, which no peer takes.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Workload:
     temperature: float = 0.0
     schema: dict[str, Any] | None = None
     forms: tuple[tuple[dict[str, Any], ...], ...] = ()
+    predictions: tuple[str, ...] = ()
 
 
 def chat(*turns: str) -> Chat:
@@ -291,7 +295,7 @@ def text_chats() -> tuple[Chat, ...]:
 
 WORKLOADS = (
     Workload("json", json_chats(), schema=SCHEMA),
-    Workload("edit", edit_chats()),
+    Workload("edit", edit_chats(), predictions=_PROGRAMS),
     Workload("extract", extract_chats()),
     Workload("text", text_chats(), temperature=1.0),
 )

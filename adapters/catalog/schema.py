@@ -28,6 +28,7 @@ def selection_schema(catalog: Catalog) -> dict[str, Any]:
             "deadline": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE},
             "order": {"type": "array", "maxItems": MAX_PROCESSORS, "uniqueItems": True, "items": {"enum": late}},
             "speculation": {"type": "boolean", "default": True},
+            "prediction": {"type": "string", "default": ""},
             "choice": {"type": "integer", "minimum": 0, "maximum": MAX_CHOICES - 1, "default": 0},
         },
         "$defs": definitions,

@@ -4,7 +4,7 @@ An annotation ``logits_processors:{json}`` or a metadata value under ``logits-pr
 
     {"version": 1, "processors": [{"name": "min_tokens", "args": {"n": 8, "scope": "answer"}}],
      "receipt": true, "deadline": 1790000000.5, "order": ["min_p", "temperature"],
-     "speculation": false, "choice": 1}
+     "speculation": false, "prediction": "def f(a):", "choice": 1}
 
 Names and JSON data only: no code, no import path and no pickle ever comes from a request. Parsing
 is a pure function; whatever the input is, it gives a `Selection` or raises `SelectionError`.
@@ -48,7 +48,7 @@ ReceiptLevel = Literal[False, True, "debug"]
 Origin = Literal["client", "default", "mandatory"]
 """Origin of a processor in a chain: the client, or the operator's policy, which has two kinds."""
 
-_FIELDS = ("version", "processors", "receipt", "deadline", "order", "speculation", "choice")
+_FIELDS = ("version", "processors", "receipt", "deadline", "order", "speculation", "prediction", "choice")
 _ENTRY_FIELDS = ("name", "args")
 _SHOWN = 60
 _PATH = 200
@@ -102,6 +102,8 @@ class Selection:
         order: Names of processors of the stages temperature and truncation, in the order in which
             they are applied; those not named are applied after them, by the order law.
         speculation: Whether an engine that can may draft tokens, which changes none of them.
+        prediction: Text that much of the answer is likely to be, from which an engine that can
+            drafts tokens; it changes none of them.
         choice: Index of the answer, where several requests ask for answers to one prompt; with the
             same seed each has random numbers of its own.
     """
@@ -111,6 +113,7 @@ class Selection:
     deadline: float | None = None
     order: tuple[str, ...] = ()
     speculation: bool = True
+    prediction: str = ""
     choice: int = 0
 
     def with_processors(self, *processors: Requested) -> Selection:
@@ -158,12 +161,16 @@ def parse_selection(text: str) -> Selection:
     speculation = data.get("speculation", True)
     if not isinstance(speculation, bool):
         raise SelectionError("speculation", f"expected true or false, got {shown(speculation)}")
+    prediction = data.get("prediction", "")
+    if not isinstance(prediction, str):
+        raise SelectionError("prediction", f"expected a text, got {shown(prediction)}")
+    _check_data(prediction, "prediction", 2)
     choice = data.get("choice", 0)
     if type(choice) is not int or not 0 <= choice < MAX_CHOICES:
         raise SelectionError("choice", f"expected an integer 0 to {MAX_CHOICES - 1}, got {shown(choice)}")
     requested = [parse_processor(entry, f"processors[{i}]") for i, entry in enumerate(processors)]
     deadline, order = _deadline(data.get("deadline")), _order(data.get("order", []))
-    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order, speculation, choice)
+    return Selection(tuple(requested), cast(ReceiptLevel, receipt), deadline, order, speculation, prediction, choice)
 
 
 def _order(value: object) -> tuple[str, ...]:

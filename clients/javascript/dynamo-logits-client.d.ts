@@ -653,6 +653,8 @@ export interface SelectionOptions {
   order?: ReadonlyArray<string>;
   /** False drafts no tokens for this request. */
   speculation?: boolean;
+  /** Text that much of the answer is likely to be; tokens are drafted from it. */
+  prediction?: string;
 }
 
 /** The selection as ASCII JSON. Throws `TypeError` for a number that is not finite, or an unknown option. */

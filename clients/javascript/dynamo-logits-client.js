@@ -125,7 +125,7 @@ export function healed(prompt) {
   return [prompt.slice(0, tail.index), processor("forced_prefix", { text: tail[0], heal: true })];
 }
 
-const SELECTION = ["receipt", "deadline", "order", "speculation"];
+const SELECTION = ["receipt", "deadline", "order", "speculation", "prediction"];
 
 /** Refuse a name that means nothing, which would be ignored. */
 function checkNames(what, given, names) {
@@ -143,11 +143,12 @@ function finite(key, value) {
 export function selection(chosen, options = {}) {
   checkNames("selection", options, SELECTION);
   if (!Array.isArray(chosen)) throw new TypeError(`expected a list of processors, got ${JSON.stringify(chosen)}`);
-  const { receipt = false, deadline, order = [], speculation = true } = options;
+  const { receipt = false, deadline, order = [], speculation = true, prediction = "" } = options;
   const data = { version: 1, processors: [...chosen], receipt };
   if (deadline !== undefined) data.deadline = deadline;
   if (order.length > 0) data.order = [...order];
   if (!speculation) data.speculation = false;
+  if (prediction) data.prediction = prediction;
   const ascii = (unit) => `\\u${unit.charCodeAt(0).toString(16).padStart(4, "0")}`;
   return JSON.stringify(data, finite).replace(/[\x7f-\uffff]/g, ascii);
 }

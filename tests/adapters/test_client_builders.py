@@ -130,6 +130,7 @@ def _parsed(entry: Any, requested: Requested) -> object:
 def test_both_packages_select_the_same(module: quickjs.Context, case: tuple[str, dict[str, Any]]) -> None:
     name, args = case
     options = {"receipt": "debug", "order": ["top_k"], "speculation": False, "deadline": 1790000000.5}
+    options["prediction"] = "naïve\n"
     text = module.eval(f"selection([processors.{name}({json.dumps(args)})], {json.dumps(options)})")
     assert text.isascii()
     ours = client.selection(client.processor(name, **args), **options)  # type: ignore[arg-type]
@@ -143,7 +144,10 @@ def test_both_packages_select_the_same(module: quickjs.Context, case: tuple[str,
         ("processors.min_tokens()", "the argument n is missing"),
         ("processors.choice({choices: undefined})", "the argument choices is missing"),
         ("selection([processors.top_p({p: NaN})])", "p: NaN is not JSON"),
-        ("selection([], {receit: true})", "unknown option receit; known are receipt, deadline, order, speculation"),
+        (
+            "selection([], {receit: true})",
+            "unknown option receit; known are receipt, deadline, order, speculation, prediction",
+        ),
         ("logitsProcessors([], {receit: true})", "unknown option receit"),
         ("logitsProcessors(processors.min_tokens({n: 8}))", "expected a list of processors, got {"),
         ("logitsProcessors('top_p')", 'expected a list of processors, got "top_p"'),

@@ -126,6 +126,13 @@ def test_speculation_is_true_or_false(value: str) -> None:
     assert (error.path, error.problem) == ("speculation", f"expected true or false, got {value}")
 
 
+@pytest.mark.parametrize("value", ["0", "null", '["a"]', '"a\\u0000b"'])
+def test_a_prediction_is_a_text(value: str) -> None:
+    assert parse_selection('{"version": 1, "prediction": "def f():\\n"}').prediction == "def f():\n"
+    assert parse_selection('{"version": 1}').prediction == ""
+    assert refused(f'{{"version": 1, "prediction": {value}}}').path == "prediction"
+
+
 def test_depth_32_is_the_last_one() -> None:
     # the outer object, the list, the entry and its args are four
     assert parse_selection(selection({"name": "x", "args": {"a": nested(28)}}))

@@ -115,6 +115,7 @@ def chat(
     headers: Any = None,
     order: Sequence[str] = (),
     speculation: bool = True,
+    prediction: str = "",
     timeout_s: float = 60,
     **body: Any,
 ) -> Reply:
@@ -122,8 +123,8 @@ def chat(
     log probabilities.
     """
     selected = (
-        logits_processors(*processors, receipt=receipt, order=order, speculation=speculation)
-        if processors or receipt or order or not speculation
+        logits_processors(*processors, receipt=receipt, order=order, speculation=speculation, prediction=prediction)
+        if processors or receipt or order or prediction or not speculation
         else {}
     )
     fields = {"max_tokens": 16, "logprobs": True, "top_logprobs": 5, "return_tokens_as_token_ids": True}

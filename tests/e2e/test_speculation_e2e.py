@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from e2e_stack import Stack, Worker
-from processor_requests import LETTER_A, LETTER_B, Reply, chat
+from processor_requests import LETTER_A, LETTER_B, PROMPT, Reply, chat
 
 from adapters.client import from_openai_logit_bias, processor
 
@@ -50,6 +50,10 @@ def test_drafts_change_no_answer_and_are_counted(stack: Stack) -> None:
             plain = chat(stack, *processors, **asked, speculation=False)
             assert drafted(worker, proposer) == before
             assert seen(chat(stack, *processors, **asked)) == seen(plain)
-    for proposer in ("ngram", "chain"):
+    asked = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "receipt": True, "ignore_eos": True}
+    plain = chat(stack, **asked, speculation=False)
+    for prediction in (plain.content, plain.content[:20], PROMPT):
+        assert seen(chat(stack, **asked, prediction=prediction)) == seen(plain)
+    for proposer in ("ngram", "chain", "prediction"):
         proposed, accepted = drafted(worker, proposer)
         assert proposed >= accepted > 0

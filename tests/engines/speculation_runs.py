@@ -49,10 +49,12 @@ class Repeating(Speculator):
         return [one.limit for one in candidates]
 
 
-def outcome(engine: Engine, speculator: Speculator, prompts: Any, params: Any, processors: Any = ()) -> list[Any]:
+def outcome(
+    engine: Engine, speculator: Speculator, prompts: Any, params: Any, processors: Any = (), predictions: Any = None
+) -> list[Any]:
     """All of the answers that must not depend on drafts."""
     engine.session.stepper.speculator = speculator
-    results = engine.generate(prompts, params, processors=processors)
+    results = engine.generate(prompts, params, processors=processors, predictions=predictions)
     engine.session.stepper.scheduler.check_integrity()
     outputs = [output for result in results for output in result.outputs]
     return [

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from effort import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from rewritten_requests import rewritten
 
 from adapters.catalog import ANNOTATION, Catalog, parse_selection
+from adapters.catalog.selection import MAX_BYTES
 from worker.frontdoor import field_checks
 from worker.frontdoor.client_names import METADATA_HEADER
 from worker.frontdoor.errors import Refused
@@ -330,6 +332,37 @@ def test_logit_bias_joins_an_annotation() -> None:
     body = sent(logit_bias={"5": 1}, nvext={"annotations": [annotation]})
     assert [each["name"] for each in selected(body)["processors"]] == ["min_tokens", "logit_bias"]
     assert selected(body)["receipt"] is True
+
+
+def predicted(content: Any, **fields: Any) -> Any:
+    """The selection that the worker gets for a chat with this prediction."""
+    return selected(sent(prediction={"type": "content", "content": content}, **fields))
+
+
+def test_a_prediction_is_part_of_the_selection() -> None:
+    assert predicted("x = 1") == {"version": 1, "processors": [], "prediction": "x = 1"}
+    assert predicted([{"type": "text", "text": part} for part in ("x ", "= 1")])["prediction"] == "x = 1"
+    assert predicted("x", logits_processors=[MIN_TOKENS])["processors"] == [MIN_TOKENS]
+    assert predicted("x", logits_processors={"prediction": "own"})["prediction"] == "own"
+    for content in ("", []):
+        assert sent(prediction={"type": "content", "content": content}) == BASE[CHAT]
+    header = {METADATA_HEADER: b'{"version": 1}'}
+    assert sent(headers=header, prediction={"type": "content", "content": "x"}) == BASE[CHAT]
+    assert refusal(prediction={"type": "content", "content": "a\0"}).param == "prediction.content"
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=9), st.integers(1, 20_000))
+@settings(max_examples=examples(40))
+def test_of_a_long_prediction_the_beginning_counts(text: str, times: int) -> None:
+    """As much as a selection has room for, whatever it takes as JSON, and however many choices."""
+    other = {"name": "logit_bias", "args": {"bias": {str(token): 1.5 for token in range(2000)}}}
+    for fields in ({}, {"logits_processors": [other]}):
+        body = {**BASE[CHAT], "n": 2, "prediction": {"type": "content", "content": text * times}, **fields}
+        for one in rewritten(CHAT, json.dumps(body).encode(), {}, CATALOG):
+            (annotation,) = json.loads(one)["nvext"]["annotations"]
+            kept = parse_selection(annotation.partition(":")[2]).prediction
+            assert (text * times).startswith(kept)
+            assert kept == text * times or len(annotation) > 0.9 * MAX_BYTES
 
 
 @pytest.mark.parametrize("path", TABLES)

@@ -99,6 +99,18 @@ async def test_a_request_may_forgo_speculation(facts: Context) -> None:
     assert await build(make(facts), request(channel("", ', "speculation": true'))) is None
 
 
+async def test_a_prediction_becomes_tokens_without_a_chain(facts: Context) -> None:
+    """It changes no token, so it is no reason for a chain; a model without a tokenizer has none."""
+    bare = model_context(Vocabulary(1024))
+    for chains, expected in ((make(facts), facts.vocabulary.encode("a b")), (make(bare), [])):
+        for entries, has_chain in (("", False), ('{"name": "min_tokens", "args": {"n": 3}}', True)):
+            made = request(channel(entries, ', "prediction": "a b"'))
+            asked = EngineRequest("", made.prompt_token_ids, made.params, seed=1)
+            prepared = await chains.prepare(asked, chains.select(made, {}), 9)
+            assert (prepared.chain is not None) == has_chain
+            assert list(prepared.hints.prediction) == list(expected)
+
+
 async def test_the_annotation_and_the_header_select(facts: Context) -> None:
     entry = '{"name": "min_tokens", "args": {"n": 3}}'
     chain = await build(make(facts), request(channel(entry, ', "receipt": true')))

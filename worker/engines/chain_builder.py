@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from adapters.catalog import Catalog, ModelPolicy, Selection
@@ -56,7 +57,8 @@ class ChainBuilder:
         return replace(self.model, end_token_ids=end_token_ids, seed=seed, choice=choice, max_tokens=max_tokens)
 
     def prepare(self, request: EngineRequest, selection: Selection, context: Context) -> EngineRequest:
-        """The request with the chain of a selection, not started yet.
+        """The request with the chain of a selection, not started yet, and the tokens of its
+        prediction.
 
         Raises:
             SelectionError: a processor is unknown, or its arguments cannot be honoured.
@@ -64,4 +66,12 @@ class ChainBuilder:
         chain = self.catalog.build_chain(selection, context, step_budget_s=self.step_budget_s)
         chain.wants_receipt = bool(selection.receipt)
         chain.masks_alone = True  # what else masks tokens in a request is a processor of its chain
-        return replace(request, chain=chain)
+        hints = replace(request.hints, prediction=self.predicted(selection.prediction))
+        return replace(request, chain=chain, hints=hints)
+
+    def predicted(self, text: str) -> Sequence[int]:
+        """Token ids of a prediction; none if the model has no tokenizer, or cannot write it."""
+        try:
+            return self.model.vocabulary.encode(text) if text else ()
+        except ValueError:
+            return ()

@@ -55,6 +55,8 @@ class RequestHints:
             takes turns; None is one client.
         dp_rank: Data parallel rank that the router chose, None where it chose none.
         conversation: Label of the conversation that it belongs to, None where the client says none.
+        prediction: Token ids of a text that much of the answer is likely to be, from which tokens
+            are drafted.
     """
 
     trace_headers: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class RequestHints:
     client: str | None = None
     dp_rank: int | None = None
     conversation: str | None = None
+    prediction: Sequence[int] = ()
 
 
 NO_HINTS = RequestHints()

@@ -226,12 +226,17 @@ def prediction(value: Any, body: Body) -> None:
     content = value.get("content")
     if not isinstance(content, str | list):
         raise FieldRefused("prediction.content", f"must be a text or a list of parts, got {shown(content)}")
+    texts = {"prediction.content": content} if isinstance(content, str) else {}
     for i, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise FieldRefused(f"prediction.content[{i}]", f"must be of type text, got {shown(kind)}")
         if not isinstance(part.get("text"), str):
             raise FieldRefused(f"prediction.content[{i}].text", f"must be a text, got {shown(part.get('text'))}")
+        texts[f"prediction.content[{i}].text"] = part["text"]
+    for path, text in texts.items():
+        if "\0" in text:
+            raise FieldRefused(path, "must not hold NUL")
 
 
 def stream_options(value: Any, body: Body) -> None:

@@ -132,8 +132,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "logits_processors",
         _BOTH,
         "honoured",
-        "Not OpenAI's: a list of processors, or an object with them, receipt, deadline, order and speculation "
-        "(docs/front-door.md).",
+        "Not OpenAI's: a list of processors, or an object with them, receipt, deadline, order, speculation and "
+        "prediction (docs/front-door.md).",
         removed=True,
     ),
     _row(
@@ -238,12 +238,13 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "Labels for stored answers, and none is stored.",
         field_types.an_object("metadata"),
     ),
-    _row(
+    ClientField(
         "prediction",
         (CHAT,),
-        "no effect",
-        "A hint for speed: it changes no token.",
-        field_checks.prediction,
+        "honoured",
+        "The embedded engine drafts tokens from it, which changes none of them (docs/speculation.md).",
+        check=field_checks.prediction,
+        removed=True,
     ),
     # What Dynamo adds.
     _row(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, Catalog, Selection, SelectionError, parse_selection
+from adapters.catalog.selection import MAX_BYTES
 from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.client_names import METADATA_HEADER, SELECTION_FIELD, Naming, selection_names, worker_names
@@ -32,6 +33,9 @@ from worker.runtimes.direct.contents import answered
 from worker.sampling import SamplingParams
 
 _NO_SELECTION: tuple[Any, ...] = ([], {})
+_ROOM_OF_OTHERS = 64
+"""Bytes of a selection beside what it has and the text of a prediction: names, and the choice."""
+
 TOO_DEEP = "the body is nested too deep"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -259,11 +263,12 @@ def _with_whole_stream_options(fields: Body) -> bool:
 def _with_selection(
     fields: Body, made: Sequence[FieldProcessor], headers: Mapping[bytes, bytes], catalog: Catalog
 ) -> bool:
-    """Turn ``logits_processors`` and ``made`` into the annotation that the worker reads; whether
-    there is anything to turn.
+    """Turn ``logits_processors``, ``made`` and ``prediction`` into the annotation that the worker
+    reads; whether there is anything to turn.
 
     The selection is checked as far as that needs no model, wherever it came from.
     """
+    prediction = _predicted_text(fields.pop("prediction", None))
     chosen = fields.pop(SELECTION_FIELD, None)
     places = _places_in(fields)
     header = headers.get(METADATA_HEADER)
@@ -279,7 +284,7 @@ def _with_selection(
         raise FieldRefused(METADATA_HEADER.decode(), "must be ASCII: Dynamo's frontend drops any other value")
     if header is not None:
         _checked(header.decode("latin-1"), catalog, lambda path: f"{METADATA_HEADER.decode()}: {path}")
-    if is_one_of(chosen, _NO_SELECTION) and not made:
+    if header is not None or (is_one_of(chosen, _NO_SELECTION) and not made and not prediction):
         return False
 
     selection = _selection_in(places, chosen)
@@ -287,6 +292,8 @@ def _with_selection(
     for each in made:
         each.refuse_named_too(listed)
     selection["processors"] = listed + [each.entry for each in made]
+    if prediction and "prediction" not in selection:
+        _predict(selection, prediction)
     text = json.dumps(selection, separators=(",", ":"))
     name = selection_names(listed, made, chosen)
     receipt = _checked(text, catalog, name).receipt
@@ -315,6 +322,22 @@ def _selection_of(chosen: Any) -> dict[str, Any]:
     if isinstance(chosen, dict) and isinstance(chosen.get("processors", []), list):
         return {"version": 1, **chosen}
     raise FieldRefused(SELECTION_FIELD, "must be a list of processors, or an object that has one as processors")
+
+
+def _predicted_text(prediction: Mapping[str, Any] | None) -> str:
+    """The text of OpenAI's ``prediction``, which has been checked."""
+    content = "" if prediction is None else prediction["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _predict(selection: dict[str, Any], text: str) -> None:
+    """Add a prediction, as much of its beginning as a selection has room for."""
+    room = MAX_BYTES - _ROOM_OF_OTHERS - len(json.dumps(selection))
+    text = text[: max(room, 0)]
+    while text and (size := len(json.dumps(text))) > room:
+        text = text[: len(text) * room // size]
+    if text:
+        selection["prediction"] = text
 
 
 def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:

@@ -229,11 +229,12 @@ class ServedChainBuilder:
         return any(issubclass(one, CompanionProcessor) and one.companion_model == "draft" for one in known)
 
     def has_work(self, selection: Selection) -> bool:
-        """Whether `prepare` may compile or build something, which takes time."""
-        return bool(selection.processors) or _needs_chain(selection)
+        """Whether `prepare` may compile, build or tokenize something, which takes time."""
+        return bool(selection.processors or selection.prediction) or _needs_chain(selection)
 
     async def prepare(self, request: EngineRequest, selection: Selection, max_tokens: int | None) -> EngineRequest:
-        """The request with its chain; without one if there is nothing for it to do.
+        """The request with its chain, without one if there is nothing for it to do, and with the
+        tokens of its prediction.
 
         A request that wants a receipt, or no speculation, has a chain, be it empty. Cancelling this
         while a grammar compiles ends that at once. Clients take turns, by the label of the request,
@@ -269,7 +270,7 @@ class ServedChainBuilder:
             self._count_failure(error.processor, error.reason)
             raise InvalidRequest(CHANNEL, str(error)) from None
         assert prepared.chain is not None
-        return prepared if prepared.chain.members or _needs_chain(selection) else request
+        return prepared if prepared.chain.members or _needs_chain(selection) else replace(prepared, chain=None)
 
     def count(self, delta: TokenDelta) -> None:
         """Count the last delta of a request with processors: metrics, and circuit breakers."""

@@ -119,6 +119,7 @@ def selection(
     deadline: float | None = None,
     order: Sequence[str] = (),
     speculation: bool = True,
+    prediction: str = "",
 ) -> str:
     """The selection as ASCII JSON: the value of the annotation, or of the header `HEADER`.
 
@@ -135,6 +136,8 @@ def selection(
         data["order"] = list(order)
     if not speculation:
         data["speculation"] = False
+    if prediction:
+        data["prediction"] = prediction
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
@@ -144,6 +147,7 @@ def logits_processors(
     deadline: float | None = None,
     order: Sequence[str] = (),
     speculation: bool = True,
+    prediction: str = "",
     nvext: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """``extra_body`` that selects ``processors``, in this order within a stage.
@@ -156,6 +160,8 @@ def logits_processors(
         order: Names of processors of temperature and truncation (fields of the same name
             included), in the order in which they are applied; by default the order law's.
         speculation: False drafts no tokens for this request, which changes none of them.
+        prediction: Text that much of the answer is likely to be: tokens are drafted from it, which
+            changes none of them.
         nvext: Further fields of ``nvext``; annotations and extra fields are kept.
 
     Raises:
@@ -164,7 +170,7 @@ def logits_processors(
     """
     fields = dict(nvext or {})
     annotation = ANNOTATION + selection(
-        *processors, receipt=receipt, deadline=deadline, order=order, speculation=speculation
+        *processors, receipt=receipt, deadline=deadline, order=order, speculation=speculation, prediction=prediction
     )
     fields["annotations"] = [*(fields.get("annotations") or ()), annotation]
     if receipt:

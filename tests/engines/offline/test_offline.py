@@ -274,6 +274,11 @@ def test_an_argument_of_another_type_is_refused_by_its_name(engine: Engine) -> N
             engine.add([5], processors=processors)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^speculation must be True or False, got 'no'"):
         engine.generate([[5]], speculation="no")  # type: ignore[arg-type]
+    for predictions in (5, [5], b"ab"):
+        with pytest.raises(ValueError, match=r"^predictions must be a text, or a list with a text or None for each"):
+            engine.generate([[5]], predictions=predictions)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^there are 1 prompts and 2 predictions"):
+        engine.generate([[5]], predictions=["a", None])
     for prompt in (5, None, b"ab", {5: 6}):
         with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: must be a text or a list of token ids, got"):
             engine.add(prompt)  # type: ignore[arg-type]

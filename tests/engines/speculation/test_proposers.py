@@ -21,6 +21,7 @@ from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerA
 from worker.engines.embedded.speculation.config import REFUSED
 from worker.engines.embedded.speculation.draft_length import StepCosts, can_pay, draft_lengths
 from worker.engines.embedded.speculation.ngram import NgramProposer
+from worker.engines.embedded.speculation.prediction import PredictionProposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 from worker.engines.embedded.speculation.verification import (
     accepted_mask,
@@ -86,7 +87,47 @@ def test_a_suffix_draft_follows_the_longest_repetition(history: list[int], short
         assert follows(history, draft, length)
 
 
-@pytest.mark.parametrize("make", [lambda: NgramProposer(1, 3), lambda: SuffixProposer(1, Corpus(100))])
+@given(TOKENS, TOKENS, st.integers(1, 8))
+def test_an_answer_that_is_its_prediction_is_drafted_whole(prompt: list[int], answer: list[int], limit: int) -> None:
+    proposer = PredictionProposer(answer, len(prompt))
+    for count in range(len(answer) + 1):
+        found = proposer.propose([*prompt, *answer[:count]], limit)
+        assert found.tokens == answer[count : count + limit]
+        assert found.matched == count
+
+
+@given(
+    kept=st.lists(st.integers(0, 99), min_size=2, max_size=20, unique=True),
+    place=st.integers(0, 20),
+    dropped=st.integers(0, 5),
+    added=st.lists(st.integers(100, 109), max_size=5),
+)
+def test_behind_an_edit_two_tokens_find_the_prediction_again(
+    kept: list[int], place: int, dropped: int, added: list[int]
+) -> None:
+    place = min(place, len(kept))
+    behind = kept[place + dropped :]
+    answer = [*kept[:place], *added, *behind]
+    proposer, num_found = PredictionProposer(kept, 0), 0
+    for count in range(len(answer) + 1):
+        num_behind = count - place - len(added)
+        found = proposer.propose(answer[:count], 8).tokens
+        if num_behind >= 2:
+            assert found == behind[num_behind : num_behind + 8]
+            num_found += 1
+    assert num_found == max(len(behind) - 1, 0)
+
+
+def test_of_equal_places_the_next_one_counts() -> None:
+    proposer = PredictionProposer([1, 2, 5, 1, 2, 6, 1, 2, 7], 0)
+    assert proposer.propose([1, 2, 5, 8, 1, 2], 2).tokens == [6, 1]  # not 5 again
+    assert proposer.propose([1, 2, 5, 8, 1, 2, 6, 1, 2, 7, 9, 1, 2], 1).tokens == [5]  # from the beginning on
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: NgramProposer(1, 3), lambda: SuffixProposer(1, Corpus(100)), lambda: PredictionProposer([0, 1, 2] * 9, 0)],
+)
 @given(first=TOKENS, cut=st.integers(0, 60), second=TOKENS)
 @settings(max_examples=examples(50))
 def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(

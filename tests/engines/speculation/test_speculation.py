@@ -561,6 +561,23 @@ def test_logits_that_are_wanted_after_all_are_told(batch: int) -> None:
     assert drafting.late == drafting.left_out == {4 * row + depth for row in range(0, batch, 2) for depth in range(3)}
 
 
+@pytest.mark.parametrize("processors", [(), [{"name": "no_repeat_ngram", "args": {"n": 3}}]])
+def test_a_prediction_changes_no_answer(engine: Engine, processors: Any) -> None:
+    """Right, edited, of another text, or of none: the answers are the same, in fewer steps."""
+    params = SamplingParams(max_tokens=NEW_TOKENS, seed=7, ignore_eos=True, logprobs=0)
+    plain = outcome(engine, Speculator(SpeculativeConfig.parse(PLAIN)), TEXTS, params, processors)
+    right = [text for _, text, *_ in plain]
+    for predictions in (right, [text[:9] + "x" + text[12:] for text in right], TEXTS, ["", None], "the"):
+        speculator = Repeating({})
+        assert outcome(engine, speculator, TEXTS, params, processors, predictions) == plain
+        if predictions is right:
+            assert speculator.counts["prediction"].accepted > NEW_TOKENS - 8  # not every text is read as its tokens
+    speculator = Repeating({})
+    engine.session.stepper.speculator = speculator
+    engine.generate(TEXTS, params, predictions=right, speculation=False)
+    assert speculator.counts == {}
+
+
 def test_a_request_may_forgo_drafts(engine: Engine) -> None:
     engine.session.stepper.speculator = speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1))
     forced = [{"name": "forced_sequence", "args": {"text": TEXTS[0]}}]

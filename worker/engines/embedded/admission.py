@@ -114,6 +114,7 @@ def admit(
             adapter=adapter,
             client=engine_request.hints.client,
             speculates=chain is None or chain.speculates,
+            prediction=engine_request.hints.prediction,
         )
         if engine_request.generated_token_ids:  # those of its prompt came with the first of these
             request.tap = resume(request, model)

@@ -49,6 +49,7 @@ class Request:
         cache_salt: Salt of the block hashes: KV is shared among requests of one salt.
         adapter: LoRA adapter that computes it; None for the model itself.
         speculates: Whether tokens may be drafted for it.
+        prediction: Tokens that much of its answer is likely to be.
         num_sent: Tokens, from the first on, that are never rewound: the prompt, and what has been
             sent, here or by another worker. Where the chain backtracks, `HeldOutputs` counts on.
         arrival: Number in the order of arrival, given by the scheduler.
@@ -90,6 +91,7 @@ class Request:
     cache_salt: str | None = None
     adapter: LoadedAdapter | None = None
     speculates: bool = True
+    prediction: Sequence[int] = ()
     num_sent: int = 0
     arrival: int = -1
     client: str | None = None

@@ -26,7 +26,7 @@ ENGINE_DATA = "engine_data"
 """The entry of ``nvext.extra_fields`` that is served: the front door reads those of ids itself."""
 
 _FORM = ("model", "stream", "stream_options", "return_tokens_as_token_ids")
-_NO_EFFECT = ("user", "metadata", "prediction", "guided_decoding_backend", "detokenize", "parallel_tool_calls")
+_NO_EFFECT = ("user", "metadata", "guided_decoding_backend", "detokenize", "parallel_tool_calls")
 _TENANT, _PRIORITY = b"x-tenant-id", b"x-dynamo-request-priority"
 
 

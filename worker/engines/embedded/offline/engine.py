@@ -109,6 +109,7 @@ class Engine:
         *,
         processors: Sequence[Named] | Sequence[Sequence[Named]] | None = None,
         speculation: bool = True,
+        predictions: str | Sequence[str | None] | None = None,
         adapter: str | None = None,
     ) -> list[Result]:
         """Generate answers; returns one result per prompt, in order.
@@ -122,20 +123,25 @@ class Engine:
             processors: Logits processors by name, ``[{"name": "min_tokens", "args": {"n": 8}}]``:
                 one list for all prompts, or a list for each. Every answer gets its own instances.
             speculation: False drafts no tokens for these prompts, which changes none of them.
+            predictions: Text that much of the answers is likely to be, one for all prompts or one,
+                or None, for each: tokens are drafted from it, which changes none of them.
             adapter: LoRA adapter that computes the answers, one of `EmbeddedConfig.lora_modules`.
 
         Raises:
             InvalidRequest: a prompt cannot be served; no prompt has been started. The field has its
                 index.
-            ValueError: there are not as many parameters or lists of processors as prompts, or an
-                argument is of another type.
+            ValueError: there are not as many parameters, lists of processors or predictions as
+                prompts, or an argument is of another type.
         """
         if not isinstance(speculation, bool):
             raise ValueError(f"speculation must be True or False, got {speculation!r}")
         asked = _prompts(prompts)
         params = _per_prompt(sampling_params, len(asked))
+        predicted = _predicted(predictions, len(asked))
         groups = self.session.prepare(asked, params, _named(processors, len(asked)))
         self._adapt(groups, adapter)
+        for group, text in zip(groups, predicted, strict=True):
+            group.predict(self.session.builder.predicted(text))
         if not speculation:
             for group in groups:
                 group.forgo_speculation()
@@ -300,3 +306,12 @@ def _named(processors: Sequence[Named] | Sequence[Sequence[Named]] | None, count
     if len(given) != count:
         raise ValueError(f"there are {count} prompts and {len(given)} lists of processors")
     return given
+
+
+def _predicted(predictions: str | Sequence[str | None] | None, count: int) -> list[str]:
+    given = [predictions] * count if predictions is None or isinstance(predictions, str) else predictions
+    if not isinstance(given, Sequence) or not all(isinstance(one, str | None) for one in given):
+        raise ValueError(f"predictions must be a text, or a list with a text or None for each prompt, got {given!r}")
+    if len(given) != count:
+        raise ValueError(f"there are {count} prompts and {len(given)} predictions")
+    return [one or "" for one in given]

@@ -84,6 +84,10 @@ class RequestBuilder:
         """The tokenizer, None if there is none."""
         return self.vocabulary.tokenizer
 
+    def predicted(self, text: str) -> Sequence[int]:
+        """Token ids of a prediction; none if the model has no tokenizer, or cannot write it."""
+        return self._chains.predicted(text)
+
     def build(
         self,
         number: int,

@@ -230,6 +230,11 @@ class RequestGroup:
         for answer in self.answers:
             answer.request.speculates = False
 
+    def predict(self, tokens: Sequence[int]) -> None:
+        """Draft tokens of its answers from what they are likely to be."""
+        for answer in self.answers:
+            answer.request.prediction = tokens
+
     def compute_with(self, adapter: LoadedAdapter) -> None:
         """Compute its answers, and their companions of the same model, with a LoRA adapter."""
         for sequence in (one for answer in self.answers for one in answer.request.sequences):

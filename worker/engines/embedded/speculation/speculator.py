@@ -15,11 +15,15 @@ from worker.engines.embedded.speculation.chain_proposer import ChainProposer
 from worker.engines.embedded.speculation.config import SpeculativeConfig
 from worker.engines.embedded.speculation.draft_length import StepCosts, can_pay, draft_lengths
 from worker.engines.embedded.speculation.ngram import NgramProposer
+from worker.engines.embedded.speculation.prediction import PredictionProposer
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft, Proposer
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 
 CHAIN_TOKENS = 64
 """Tokens that a chain drafts at most: a whole run of forced ones, but for very long ones."""
+
+PREDICTION_TOKENS = 64
+"""Tokens that are drafted from a prediction at most."""
 
 FORCED_RATE = 0.8
 """Acceptance rate from which on a run that a chain forces is drafted whole."""
@@ -35,7 +39,7 @@ _LATE_WEIGHT, _LATE_MEMORY = 0.1, 0.98
 MAX_CORPORA = 16
 """Cache salts whose earlier answers are kept, the ones used last."""
 
-EXPECTED = {"chain": 0.95, "ngram": 0.6, "suffix": 0.6, "draft_model": 0.6}
+EXPECTED = {"chain": 0.95, "prediction": 0.7, "ngram": 0.6, "suffix": 0.6, "draft_model": 0.6}
 """Part of the drafted tokens that is expected to be accepted, by proposer, before any was tried."""
 
 MakeProposer = Callable[[Request], Proposer]
@@ -97,8 +101,8 @@ class _Candidate:
 class Speculator:
     """Drafts for the decode rows of a step. One thread.
 
-    A request's chain is asked first, whose guess is nearly always right, and where it has none the
-    method of the configuration.
+    A request's chain is asked first, whose guess is nearly always right, where it has none the
+    request's prediction, and then the method of the configuration.
 
     Args:
         config: Settings.
@@ -205,7 +209,7 @@ class Speculator:
         return None
 
     def _has_proposers(self, request: Request) -> bool:
-        return self._make is not None or self._foreseeing(request) is not None
+        return self._make is not None or bool(request.prediction) or self._foreseeing(request) is not None
 
     def _may_force(self, request: Request) -> bool:
         """Whether a chain may force a run of the request's; before it was asked nobody knows."""
@@ -221,6 +225,8 @@ class Speculator:
         chain = self._foreseeing(request)
         if chain is not None:
             yield self._source(ChainProposer(chain), CHAIN_TOKENS)
+        if request.prediction:
+            yield self._source(PredictionProposer(request.prediction, request.prompt_length), PREDICTION_TOKENS)
         if self._make is not None:
             yield self._source(self._make(request), self.config.num_speculative_tokens)
 
