@@ -344,7 +344,8 @@ def test_a_prediction_is_part_of_the_selection() -> None:
     assert predicted([{"type": "text", "text": part} for part in ("x ", "= 1")])["prediction"] == "x = 1"
     assert predicted("x", logits_processors=[MIN_TOKENS])["processors"] == [MIN_TOKENS]
     assert predicted("x", logits_processors={"prediction": "own"})["prediction"] == "own"
-    for content in ("", []):
+    nothing: tuple[Any, ...] = ("", [])
+    for content in nothing:
         assert sent(prediction={"type": "content", "content": content}) == BASE[CHAT]
     header = {METADATA_HEADER: b'{"version": 1}'}
     assert sent(headers=header, prediction={"type": "content", "content": "x"}) == BASE[CHAT]
