@@ -137,7 +137,8 @@ class Measured:
 
 def ours(path: Path, **settings: Any) -> tuple[Answer, str]:
     """Our engine, and what it computes with."""
-    engine = Engine(path, device="cpu", max_num_seqs=MOST_ROWS, context_length=LONGEST, **settings)
+    settings |= {"max_num_seqs": MOST_ROWS, "context_length": LONGEST, "speculative_config": decode_ours.NO_DRAFTS}
+    engine = Engine(path, device="cpu", **settings)
     return lambda task: decode_ours.answer(engine, task), decode_ours.made_by(engine)
 
 

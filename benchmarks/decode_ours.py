@@ -15,6 +15,11 @@ from worker.engines.embedded import Engine
 from worker.engines.embedded.model import HfModel
 from worker.sampling import SamplingParams
 
+NO_DRAFTS = {"method": "none"}
+"""`Engine(..., speculative_config=NO_DRAFTS)`: peers draft nothing, and random models repeat
+themselves.
+"""
+
 
 def answer(engine: Engine, task: Task) -> Reply:
     """One reply, through the steps of the engine."""
@@ -41,7 +46,8 @@ def made_by(engine: Engine) -> str:
 
 def start() -> Callable[[Task], Reply]:
     path, dtype = sys.argv[1:]
-    engine = Engine(path, device="cpu", dtype=dtype, max_num_seqs=MOST_ROWS, context_length=LONGEST)
+    settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": MOST_ROWS, "context_length": LONGEST}
+    engine = Engine(path, device="cpu", speculative_config=NO_DRAFTS, **settings)
     print("decode_ours.py:", made_by(engine), file=sys.stderr)
     return lambda task: answer(engine, task)
 

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -111,8 +112,9 @@ def main() -> None:
         }
         of: dict[str, tuple[Path, str]] = {name: (path, "auto") for name, path in paths.items()}
         of |= {"Q4_1": (blocks, "auto"), "GPTQ, dequantised": (next(iter(paths.values())), "none")}
+        settings: dict[str, Any] = {"context_length": 256, "speculative_config": {"method": "none"}}
         engines = {
-            name: Engine(path, device="cpu", dtype="float32", quantization=each, packed_copy="off", context_length=256)
+            name: Engine(path, device="cpu", dtype="float32", quantization=each, packed_copy="off", **settings)
             for name, (path, each) in of.items()
         }
         best: dict[tuple[str, int], float] = {}

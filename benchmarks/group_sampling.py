@@ -48,7 +48,8 @@ def ours(model: str, dtype: str, shape: Shape) -> Sample:
     from worker.engines.embedded import Engine
     from worker.sampling import SamplingParams
 
-    engine = Engine(model, dtype=dtype, quantization="none", numerics="exact", max_num_seqs=shape.answers)
+    settings: dict[str, Any] = {"max_num_seqs": shape.answers, "speculative_config": {"method": "none"}}
+    engine = Engine(model, dtype=dtype, quantization="none", numerics="exact", **settings)
     params: dict[str, Any] = {"max_tokens": shape.new, "ignore_eos": True, "temperature": 1.0, "detokenize": False}
 
     def sample(prompt: list[int], shared: bool) -> int:

@@ -28,7 +28,15 @@ def ours(checkpoint: Path, kv_type: str, tokens: int) -> Callable[[Task], Reply]
 
     from worker.engines.embedded import Engine
 
-    engine = Engine(checkpoint, device="cpu", max_num_seqs=1, context_length=tokens, kv_cache_dtype=kv_type)
+    plain = decode_ours.NO_DRAFTS
+    engine = Engine(
+        checkpoint,
+        max_num_seqs=1,
+        context_length=tokens,
+        kv_cache_dtype=kv_type,
+        speculative_config=plain,
+        device="cpu",
+    )
     print(f"long_context_peer.py: {decode_ours.made_by(engine)}", file=sys.stderr)
     return lambda task: decode_ours.answer(engine, task)
 

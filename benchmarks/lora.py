@@ -88,7 +88,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="steps of a round")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    engine = Engine(options.model, max_num_seqs=options.rows, dtype=options.compute, lora_dtype=options.lora_dtype)
+    settings = {"dtype": options.compute, "lora_dtype": options.lora_dtype, "speculative_config": {"method": "none"}}
+    engine = Engine(options.model, max_num_seqs=options.rows, **settings)
     adapters = engine.session.stepper.adapters
     assert adapters is not None
     cases: dict[str, list[str | None]] = {"none": [None] * options.rows}

@@ -234,6 +234,7 @@ def engine_of(checkpoint: Path, column: str, arguments: argparse.Namespace) -> E
         max_num_seqs=MOST_ROWS,
         context_length=LONGEST,
         kv_blocks=KV_BLOCKS,
+        speculative_config=decode_ours.NO_DRAFTS,
     )
 
 

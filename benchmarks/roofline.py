@@ -185,6 +185,7 @@ def ours(checkpoint: Path, size: Size, weights: float, peaks: Peaks) -> list[Poi
             max_num_seqs=max(ROWS),
             context_length=PROMPT + 64,
             max_num_batched_tokens=PROMPT,
+            speculative_config={"method": "none"},
             **settings,
         )
         read = weights * bytes_per_weight

@@ -180,7 +180,8 @@ class Arguments:
     speculative_config: str | None = option(
         None,
         "How the embedded engine drafts tokens, JSON in vLLM's names (docs/speculation.md), for example "
-        '{"method": "ngram", "num_speculative_tokens": 6}. What a request\'s processors force is drafted anyway. '
+        '{"method": "suffix", "num_speculative_tokens": 6}; by default n-grams, with exact numerics on a CPU. '
+        "What a request's processors force is drafted anyway. "
         "Its model is also the amateur of contrastive decoding.",
         engine=True,
     )

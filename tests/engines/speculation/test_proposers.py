@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from effort import examples
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.embedded import Plan
-from worker.engines.embedded.speculation import Proposer, SpeculativeConfig, Speculator
+from worker.engines.embedded.speculation import Proposer, SpeculativeConfig, Speculator, ngram
 from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerAcceptance
 from worker.engines.embedded.speculation.config import REFUSED
 from worker.engines.embedded.speculation.draft_length import StepCosts, can_pay, draft_lengths
@@ -59,7 +61,8 @@ def follows(history: Sequence[int], draft: Sequence[int], length: int) -> bool:
 def test_an_ngram_draft_follows_the_longest_known_ngram(
     history: list[int], shortest: int, more: int, limit: int
 ) -> None:
-    found = NgramProposer(shortest, shortest + more).propose(history, limit)
+    with patch(f"{ngram.__name__}._LEAST_SLOTS", 2**14):  # in which no two n-grams of these have one key
+        found = NgramProposer(shortest, shortest + more).propose(history, limit)
     draft = found.tokens
     length = min(longest_repeat(history), shortest + more)
     if length < shortest:
@@ -69,6 +72,31 @@ def test_an_ngram_draft_follows_the_longest_known_ngram(
         assert follows(history, draft, length)
         assert length <= found.matched <= longest_repeat(history)
         assert follows(history, draft, found.matched)
+
+
+@given(TOKENS, st.integers(1, 3), st.integers(0, 2), st.integers(1, 60))
+def test_ngrams_with_one_key_are_not_taken_for_each_other(
+    history: list[int], shortest: int, more: int, known: int
+) -> None:
+    """Read at once or token by token, in tables of a few slots."""
+    with patch(f"{ngram.__name__}._LEAST_SLOTS", 16):
+        proposer = NgramProposer(shortest, shortest + more)
+        for count in range(min(known, len(history)), len(history) + 1):
+            found = proposer.propose(history[:count], 4)
+            assert bool(found.tokens) == (found.matched > 0)
+            assert found.matched <= longest_repeat(history[:count])
+            assert follows(history[:count], found.tokens, found.matched) or not found.tokens
+
+
+def test_most_of_a_long_repetition_is_found() -> None:
+    """Few n-grams of a long text have the key of another one."""
+    source = random.Random(1)
+    text = [source.randrange(50_000) for _ in range(3_000)]
+    proposer, num_found = NgramProposer(2, 4), 0
+    for count in range(len(text) + 4, 2 * len(text)):
+        found = proposer.propose([*text, *text][:count], 4).tokens
+        num_found += found == [*text, *text, *text][count - len(text) :][:4]
+    assert num_found > 0.9 * len(text)
 
 
 def test_of_equal_ngrams_the_latest_counts() -> None:

@@ -10,8 +10,10 @@ _REQUEST_MEMORY, _PROPOSER_MEMORY = 0.9, 0.99
 _PRIOR_TOKENS = 3.0
 """Tokens of a request's own after which they count as much as what is known of its proposer."""
 
-_PROBE_AFTER = 32
-"""Steps without a draft after which one token is drafted all the same, to see whether it pays."""
+_PROBE_AFTER, _MOST_PATIENCE = 32, 1024
+"""Steps without a draft after which one token is drafted all the same, to see whether it pays:
+twice as many after each draft of which nothing was accepted, up to the second number.
+"""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class Acceptance:
 
     def __init__(self, proposer: ProposerAcceptance) -> None:
         self.num_idle = 0
+        self._patience = _PROBE_AFTER
         self._proposer = proposer
         self._tallies: dict[int, Tally] = {}
 
@@ -85,6 +88,7 @@ class Acceptance:
     def count(self, matched: int, num_drafted: int, num_accepted: int) -> None:
         """Take the result of a draft."""
         self.num_idle = 0
+        self._patience = _PROBE_AFTER if num_accepted else min(2 * self._patience, _MOST_PATIENCE)
         tally = self._tallies.setdefault(matched.bit_length(), Tally())
         tally.count(num_drafted, num_accepted, _REQUEST_MEMORY)
         self._proposer.count(matched, num_drafted, num_accepted)
@@ -92,4 +96,4 @@ class Acceptance:
     @property
     def wants_probe(self) -> bool:
         """Whether nothing has been drafted for so long that it should be tried."""
-        return self.num_idle > _PROBE_AFTER
+        return self.num_idle > self._patience

@@ -31,7 +31,8 @@ class SpeculativeConfig:
     """Settings of drafts. What a request's chain forces is drafted with every method.
 
     Attributes:
-        method: ``ngram`` (prompt lookup), ``suffix`` or ``draft_model``; ``none``: chains alone.
+        method: ``ngram`` (prompt lookup), ``suffix`` or ``draft_model``; ``none``: chains and
+            predictions alone.
         num_speculative_tokens: Tokens of a draft at most; fewer are drafted where fewer pay.
         prompt_lookup_min: ``ngram`` and ``suffix``: tokens that must have occurred before.
         prompt_lookup_max: ``ngram``: tokens of the longest n-gram that is looked up.
@@ -51,8 +52,12 @@ class SpeculativeConfig:
     chain: bool = True
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | str | None) -> SpeculativeConfig:
+    def parse(cls, given: Mapping[str, Any] | str | None, method: str = "none") -> SpeculativeConfig:
         """The settings that `given` holds, JSON text or its data; the defaults for None.
+
+        Args:
+            given: The value of ``--speculative-config``.
+            method: Method where it names none.
 
         Raises:
             StartupError: naming the key, and what was expected.
@@ -67,7 +72,7 @@ class SpeculativeConfig:
             expected, is_right = _EXPECTED[key]
             if not is_right(value):
                 raise StartupError(f"{FLAG}: {key} must be {expected}, got {value!r}")
-        config = cls(**data)
+        config = cls(**{"method": method, **data})
         config._check()
         return config
 
