@@ -150,6 +150,25 @@ def test_whatever_is_drafted_answers_are_those_of_plain_decoding(seed: int, size
     assert speculated == plain
 
 
+@pytest.mark.parametrize(
+    ("numerics", "device", "given", "method"),
+    [
+        ("exact", "cpu", None, "ngram"),
+        ("exact", "cpu", {"chain": False}, "ngram"),
+        ("exact", "cpu", {"method": "none"}, "none"),
+        ("fast", "cpu", None, "none"),
+        ("exact", "cuda", None, "none"),
+        ("fast", "cuda", {"method": "suffix"}, "suffix"),
+    ],
+)
+def test_ngrams_are_drafted_where_no_token_depends_on_drafts(
+    numerics: str, device: str, given: dict[str, Any] | None, method: str
+) -> None:
+    model = ScriptedModel()
+    model.numerics, model.device = numerics, torch.device(device)
+    assert make_stepper(config(speculative_config=given), model, 200).speculator.config.method == method
+
+
 @pytest.mark.parametrize("length", range(1, 9))
 def test_a_right_draft_saves_steps(length: int) -> None:
     model = ScriptedModel()
