@@ -14,7 +14,7 @@ from worker.frontdoor.answering import Answer
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choices import MAX_ANSWER, Choices
 from worker.frontdoor.error_forms import error_body
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error, no_answer, unreachable
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.http import Document, answer
@@ -75,7 +75,7 @@ class LineAnswers:
             return refused.status, error_body(refused, "openai", "")
         except Exception:  # the request's boundary: the other lines of its batch go on
             logger.exception("a request of a batch failed")
-            internal = Refused(500, "internal error", kind="server_error")
+            internal = internal_error()
             return internal.status, error_body(internal, "openai", "")
         finally:
             waiting.abort()
@@ -140,7 +140,7 @@ class _WaitingClient:
 
     def unreachable(self) -> None:
         """No frontend can be reached."""
-        self.refused(Refused(503, "no frontend can be reached", kind="server_error"))
+        self.refused(unreachable())
 
     def own_headers(self) -> bytes:
         """Header lines that every answer has, each with its CRLF."""
@@ -173,7 +173,7 @@ class _WaitingClient:
 
     def failed(self, begun: object, reason: str) -> None:
         """The frontend has gone before the end of the answer."""
-        self.refused(Refused(502, f"the frontend did not answer: {reason}", kind="server_error"))
+        self.refused(no_answer(reason))
 
     def _set(self, status: int, body: bytes) -> None:
         if not self.found.done():

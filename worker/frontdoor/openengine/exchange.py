@@ -18,7 +18,7 @@ from adapters.vocabulary import ReasoningTokens
 from worker.engines.images import FIELD as IMAGES
 from worker.errors import InvalidRequest, shown
 from worker.frontdoor import http
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error
 from worker.frontdoor.exchange import encoded, server_sent
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.openengine.answer import AnswerForm
@@ -94,7 +94,7 @@ async def answer(engines: Engines, request: Request, writer: asyncio.StreamWrite
         await answering.fail(Refused(400, TOO_DEEP))
     except Exception:  # the request's boundary
         logger.exception("a request failed")
-        await answering.fail(Refused(500, "internal error", kind="server_error"))
+        await answering.fail(internal_error())
 
 
 @dataclass(frozen=True, slots=True)
