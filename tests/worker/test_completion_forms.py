@@ -316,7 +316,6 @@ TRANSLATED: tuple[tuple[str, dict[str, Any], bool], ...] = (
     (COMPLETIONS, {"prompt": ["a"], "logits_processors": {"receipt": True}}, False),
     (CHAT, {"logprobs": True, "max_tokens": 0}, False),
     (CHAT, {"prompt_logprobs": 1}, True),
-    ("/v1/other", {"echo": True}, False),
 )
 
 
