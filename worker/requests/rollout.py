@@ -10,8 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from worker.engines import TokenDelta, TokenLogprob
-from worker.requests.prompt_scores import LEAST_LOGPROB
+from worker.engines import LEAST_LOGPROB, TokenDelta, TokenLogprob
 from worker.requests.receipts import sampled_ids
 from worker.requests.request import GenerationRequest
 

@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any
 
 from adapters.client import from_openai_logit_bias
+from worker.engines import LEAST_LOGPROB
 from worker.errors import InvalidRequest, ServingError, path_within, shown
-from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, TokenText
+from worker.requests.prompt_scores import END_TOKEN, TokenText
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
