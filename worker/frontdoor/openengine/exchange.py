@@ -31,9 +31,10 @@ from worker.frontdoor.openengine.workers import Metadata, Workers
 from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
 from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.rewriting import AT_ONCE
+from worker.requests.fields import SEED_BITS
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.pictures import picture_places
-from worker.runtimes.direct.request import SEED_BITS, DirectRequest
+from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine.request import CLIENT_METADATA
 
 logger = logging.getLogger(__name__)
