@@ -41,8 +41,8 @@ RANK = "rank"
 """Key of a list beside them: the rank of each token in the model's own distribution, from 1."""
 
 TOP = "top"
-"""Key of a list beside them, if alternatives were asked for: of each token the likeliest ones, as
-pairs of an id and its raw log probability.
+"""Key of a list beside them, if alternatives were asked for: of each token the most likely ones,
+as pairs of an id and its raw log probability.
 """
 
 

@@ -286,7 +286,7 @@ def _of_completion(entries: Iterable[Message], hides: Iterable[bool], end: int) 
     and `end` is its length.
 
     A token that is part of a character begins where that does. Of alternatives with the same text
-    there is the likeliest.
+    there is the most likely one's.
     """
     decoder, length = getincrementaldecoder("utf-8")("replace"), 0
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
