@@ -12,11 +12,15 @@ def read_yaml(text: str) -> object:
     """The data in a text; a key that occurs twice is an error, not the last one's value.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or a key occurs twice.
-        RecursionError: it is nested too deep.
-        ValueError: it has a date that no calendar has, or an integer of too many digits.
+        yaml.YAMLError: it is no YAML, a key occurs twice, it is nested too deep, or it has a date
+            that no calendar has, or an integer of too many digits.
     """
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deep") from None
+    except ValueError as error:  # of Python's own dates and integers
+        raise yaml.YAMLError(str(error)) from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from adapters.chain.members import Act, Member
-from adapters.contract import Allow, Ban, Edit, Force, Stage, Unsatisfiable, bitmask_of, is_allowed
+from adapters.contract import Allow, Ban, Force, Stage, Unsatisfiable, bitmask_of, is_allowed
 
 
 @dataclass(slots=True)
@@ -31,15 +31,6 @@ class RowPlan:
     def is_empty(self) -> bool:
         """True if the row is left as it is."""
         return not self.acts
-
-    @property
-    def soft(self) -> list[tuple[Stage, Edit | Member]]:
-        """Bias, scale and shaping steps up to the soft stage: ``(stage, edit or member)``."""
-        return [
-            (stage, edit)
-            for _, stage, edit, kind, _ in self.acts
-            if stage <= Stage.SOFT and kind in ("biased", "shaped")
-        ]
 
     @property
     def bans(self) -> list[Ban]:

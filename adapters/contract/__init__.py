@@ -2,8 +2,7 @@
 
 `processor` has the classes to derive from; `context` the arguments and the context that they are
 built with; `stage` their place in the order law; `companion` the processors that need a second row
-of logits; `edits` what a steering processor returns, and
-`bitmasks` the packed masks among it;
+of logits; `edits` what a steering processor returns, and `bitmasks` the packed masks among it;
 `argument_types` bounded types for arguments; `scope` how a processor is limited to the thinking
 section or to the answer; `random_numbers` counter-based random numbers.
 """

@@ -51,14 +51,18 @@ class SplitCharacters:
     Args:
         pieces: Bytes by id. Empty if unknown: then every token ends a character.
         address: Address of the vocabulary, from which pickles are rebuilt in another process.
+
+    Attributes:
+        inner: Bytes of the tokens that begin inside a character, by id.
+        ends: Incomplete character at the end of each token that has one, by id.
     """
 
     def __init__(self, pieces: Sequence[bytes], address: Address | None = None) -> None:
         self._address = address
-        self._inner = {i: piece for i, piece in enumerate(pieces) if piece and 0x80 <= piece[0] < 0xC0}
-        self._open = {i: begun(piece) for i, piece in enumerate(pieces) if piece and piece[-1] >= 0x80}
-        self._open = {i: beginning for i, beginning in self._open.items() if beginning}
-        self._fragments = self._inner | {i: pieces[i] for i in self._open}
+        self.inner = {i: piece for i, piece in enumerate(pieces) if piece and 0x80 <= piece[0] < 0xC0}
+        ending = {i: begun(piece) for i, piece in enumerate(pieces) if piece and piece[-1] >= 0x80}
+        self.ends = {i: beginning for i, beginning in ending.items() if beginning}
+        self._fragments = self.inner | {i: pieces[i] for i in self.ends}
         self._bans: dict[tuple[bytes, int], Ban | None] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -71,9 +75,13 @@ class SplitCharacters:
         end = len(tokens) if end is None else end
         beginning = b""
         for token_id in tokens[max(begin, end - MOST_MISSING) : end]:
-            piece = self._fragments.get(token_id)
-            beginning = b"" if piece is None else begun(beginning + piece)
+            beginning = self.after(beginning, token_id)
         return beginning
+
+    def after(self, beginning: bytes, token_id: int) -> bytes:
+        """The incomplete character after ``beginning`` and a token."""
+        piece = self._fragments.get(token_id)
+        return b"" if piece is None else begun(beginning + piece)
 
     def room(self, beginning: bytes, left: int) -> Ban | None:
         """The mask that keeps characters completable within the next ``left`` tokens.
@@ -90,7 +98,7 @@ class SplitCharacters:
             None if nothing is to be masked.
         """
         most = max(left, num_missing(beginning)) - 1
-        if not 0 <= most < MOST_MISSING or not self._open:
+        if not 0 <= most < MOST_MISSING or not self.ends:
             return None
         key = beginning, most
         if key not in self._bans:
@@ -100,9 +108,9 @@ class SplitCharacters:
         return self._bans[key]
 
     def _ban(self, beginning: bytes, most: int) -> Ban | None:
-        banned = {i for i, own in self._open.items() if num_missing(own) > most}
+        banned = {i for i, own in self.ends.items() if num_missing(own) > most}
         if beginning:
-            for token_id, piece in self._inner.items():
+            for token_id, piece in self.inner.items():
                 banned.discard(token_id)
                 if num_missing(begun(beginning + piece)) > most:
                     banned.add(token_id)

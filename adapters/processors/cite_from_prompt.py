@@ -23,7 +23,6 @@ class CiteFromPrompt(SteeringProcessor):
     """
 
     name = "cite_from_prompt"
-    version = 1
     stage = Stage.SOFT
     reads = Reads.PROMPT_AND_GENERATED
 

@@ -46,7 +46,6 @@ class Dry(SteeringProcessor):
     """
 
     name = "dry"
-    version = 1
     once = True  # a prompt's automaton costs more time and memory than any other processor's admission
     stage = Stage.PENALTY
     reads = Reads.PROMPT_AND_GENERATED

@@ -118,7 +118,6 @@ class MultipleChoice(SteeringProcessor):
     """
 
     name = "multiple_choice"
-    version = 1
     once = True
     stage = Stage.MASK
     reads = Reads.GENERATED
@@ -171,7 +170,6 @@ class ChoiceBoost(ShapingProcessor):
     """The boost of `MultipleChoice`, at the soft stage."""
 
     name = "multiple_choice"
-    version = 1
     stage = Stage.SOFT
     reads = Reads.PROMPT_AND_GENERATED
     Args = _ChoiceArgs
@@ -241,9 +239,8 @@ def _after_labels(labels: set[bytes], text: bytes) -> dict[bytes, int]:
     for head in re.finditer(_HEAD % first_bytes, text, re.MULTILINE) if labels else ():
         line_end = text.find(b"\n", head.end())
         line_end = len(text) if line_end < 0 else line_end
-        for begin in range(
-            head.start(1), head.end() + 1
-        ):  # from the bracket, which may belong to the label, and from after it
+        # from the bracket, which may belong to the label, and from after it
+        for begin in range(head.start(1), head.end() + 1):
             for length in lengths:
                 if begin + length >= line_end:
                     break

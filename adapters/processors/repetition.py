@@ -40,7 +40,6 @@ class NoRepeatNgram(SteeringProcessor):
     """
 
     name = "no_repeat_ngram"
-    version = 1
     stage = Stage.MASK
     reads = Reads.PROMPT_AND_GENERATED
 
@@ -197,7 +196,6 @@ class LoopStop(SteeringProcessor):
     """
 
     name = "loop_stop"
-    version = 1
     stage = Stage.FORCE
     reads = Reads.GENERATED
 

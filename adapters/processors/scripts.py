@@ -24,7 +24,7 @@ from adapters.contract import (
     SteeringProcessor,
     bitmask_of,
 )
-from adapters.processors.characters import begun, num_missing, seconds
+from adapters.processors.characters import SplitCharacters, begun, num_missing, seconds, split_characters
 from adapters.vocabulary import Vocabulary
 
 _Name = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z][A-Za-z _-]*$")]
@@ -49,7 +49,6 @@ class BanScripts(SteeringProcessor):
     """
 
     name = "ban_scripts"
-    version = 1
     stage = Stage.MASK
     reads = Reads.PROMPT_AND_GENERATED
 
@@ -65,17 +64,16 @@ class BanScripts(SteeringProcessor):
             raise ArgumentError("scripts", "scripts need a tokenizer, and this model was loaded without one")
         tables = context.vocabulary.derived("scripts", lambda: _Tables(context.vocabulary))
         self._masks = tables.masks(scripts)
+        self._characters = tables.split
         self.reset()
 
     def reset(self) -> None:
-        self._begun = b""
-        for token_id in self._tokens[max(0, self._prompt_length - 3) : self._prompt_length]:
-            self._begun = self._masks.begun(self._begun, token_id)
+        self._begun = self._characters.open_after(self.prompt)
         self._earlier: list[bytes] = []
 
     def advance(self, token_id: int, index: int) -> None:
         self._earlier.append(self._begun)
-        self._begun = self._masks.begun(self._begun, token_id)
+        self._begun = self._characters.after(self._begun, token_id)
 
     def rewind_state(self, token_ids: Sequence[int]) -> bool:
         self._begun = self._earlier[-len(token_ids)]
@@ -187,21 +185,13 @@ class _Masks:
 
     Args:
         allowed: Bitmask int32 after whole characters.
-        inner: Tokens that begin with bytes from inside a character.
-        fragments: Tokens of ``inner``, and those that end with an incomplete character.
+        split: Tokens that begin inside a character.
         judge: Judge of the scripts.
     """
 
-    def __init__(
-        self, allowed: torch.Tensor, inner: dict[int, bytes], fragments: dict[int, bytes], judge: _Judge
-    ) -> None:
-        self._whole, self._inner, self._fragments, self._judge = Allow(allowed), inner, fragments, judge
+    def __init__(self, allowed: torch.Tensor, split: SplitCharacters, judge: _Judge) -> None:
+        self._whole, self._split, self._judge = Allow(allowed), split, judge
         self._made: dict[bytes, Allow] = {b"": self._whole}
-
-    def begun(self, beginning: bytes, token_id: int) -> bytes:
-        """The incomplete character after ``beginning`` and a token."""
-        piece = self._fragments.get(token_id)
-        return b"" if piece is None else begun(beginning + piece)
 
     def after(self, beginning: bytes) -> Allow:
         """The mask after an incomplete character."""
@@ -214,23 +204,25 @@ class _Masks:
 
     def _make(self, beginning: bytes) -> torch.Tensor:
         bits = np.unpackbits(self._whole.bitmask.numpy().view(np.uint8), bitorder="little")
-        for token_id, piece in self._inner.items():
+        for token_id, piece in self._split.inner.items():
             bits[token_id] = not self._judge.is_banned(beginning + piece)
         return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
 
 class _Tables:
-    """The characters of every token, and the masks of recently used script sets."""
+    """The characters of every token, and the masks of recently used script sets.
+
+    Attributes:
+        split: Tokens that begin or end inside a character.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self.split = split_characters(vocabulary)
         pieces = vocabulary.token_bytes[: vocabulary.num_tokens]
         texts = [piece.decode(errors="ignore") for piece in pieces]
         self._owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
         self._characters = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
-        self._ends = {i: beginning for i, piece in enumerate(pieces) if (beginning := begun(piece))}
-        self._inner = {i: piece for i, piece in enumerate(pieces) if piece and 0x80 <= piece[0] < 0xC0}
-        self._fragments = self._inner | {i: pieces[i] for i in self._ends}
         self.masks = lru_cache(maxsize=64)(self._make)
 
     def _make(self, scripts: frozenset[str]) -> _Masks:
@@ -239,11 +231,11 @@ class _Tables:
         allowed = np.ones(self._vocabulary.num_tokens, dtype=np.bool_)
         allowed[self._owners[banned[self._characters]]] = False
         judge = _Judge(_Ranges(banned), _Ranges(others))
-        for token_id, beginning in self._ends.items():
+        for token_id, beginning in self.split.ends.items():
             allowed[token_id] &= not judge.is_banned(beginning)
         self._check(allowed)
         bitmask = bitmask_of(np.flatnonzero(allowed).tolist(), self._vocabulary.size)
-        return _Masks(bitmask, self._inner, self._fragments, judge)
+        return _Masks(bitmask, self.split, judge)
 
     def _check(self, allowed: _Flags) -> None:
         pieces = self._vocabulary.token_bytes

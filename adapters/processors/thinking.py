@@ -72,7 +72,6 @@ class ThinkingBudget(SteeringProcessor):
     """
 
     name = "thinking_budget"
-    version = 1
     stage = Stage.FORCE
     reads = Reads.PROMPT_AND_GENERATED
     scopes = ("all",)  # the other scopes hide the tags
@@ -121,18 +120,20 @@ class ThinkingBudget(SteeringProcessor):
         if not state.inside:
             return None
         if state.spent:
-            return self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
+            return self._forced(state)
         left = self._tokens_allowed + self._grace - state.used
         if left > MOST_MISSING:
             return None
         return self._characters.room(self._characters.open_after(self._tokens, self._prompt_length), left)
 
+    def _forced(self, state: _State) -> Force:
+        """The next token of the message, or of the closing tag behind it."""
+        return self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
+
     def foresee(self, limit: int) -> Sequence[int]:
         state, found = self._state, list[int]()
         while state.spent and len(found) < limit:
-            token_id = (
-                self._says[state.said] if state.said < len(self._says) else self._forces[state.closing]
-            ).token_id
+            token_id = self._forced(state).token_id
             found.append(token_id)
             if self._closing.step(state.closing, token_id)[1] >= 0:  # the tag is complete
                 break

@@ -103,7 +103,7 @@ class ToolCalls(GrammarProcessor):
             raise ArgumentError("tool", "expected the name of one of the tools")
         if len(set(names)) < len(names):
             raise ArgumentError("tools", "expected each name once")
-        if wanted.prose and f"{wanted.prose[:-1]}" in names:
+        if wanted.prose and wanted.prose[:-1] in names:
             raise ArgumentError("tools", f"the name {wanted.prose[:-1]} means text in the format {wanted.name}")
         source = StructuralSource("tools", vocabulary)
         signatures = [

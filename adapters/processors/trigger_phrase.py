@@ -47,7 +47,6 @@ class TriggerPhrase(SteeringProcessor):
     """
 
     name = "trigger_phrase"
-    version = 1
     stage = Stage.FORCE
     reads = Reads.GENERATED
 

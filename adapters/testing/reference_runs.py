@@ -140,14 +140,14 @@ def chosen(outcome: Outcome, context: Context) -> int | None:
     return best if bool(offered[best] > -torch.inf) else None
 
 
-def run_reference(subject: Subject, case: Case, seed: int, num_steps: int = NUM_STEPS) -> ReferenceRun:
+def run_reference(subject: Subject, case: Case, seed: int) -> ReferenceRun:
     """Run a fresh chain step by step."""
     context = subject.context
-    run = ReferenceRun(case, seed, prompt_of(context, seed), logits_of(context, seed, num_steps))
+    run = ReferenceRun(case, seed, prompt_of(context, seed), logits_of(context, seed))
     chain = subject.chain(case)
     chain.start(run.prompt)
-    for index in range(num_steps):
-        outcome = step(chain, run.logits[index])
+    for row in run.logits:
+        outcome = step(chain, row)
         run.outcomes.append(outcome)
         token_id = chosen(outcome, context)
         if token_id is None:

@@ -27,9 +27,7 @@ def protocol_of(target: Any) -> ThirdPartyProtocol:
     if required <= 5 <= len(names) and names[1] == "logits" and not names[0].endswith("s"):
         return "trtllm"
     if required <= 2 <= len(names):
-        ids = str(
-            parameters[0].annotation
-        ).lower()  # types first, since Dynamo's examples also name their logits scores
+        ids = str(parameters[0].annotation).lower()  # types first: Dynamo's examples also name their logits scores
         if _is_transformers(target) or "tensor" in ids:
             return "huggingface"
         if names[1] == "logits" or "sequence[" in ids or "list[" in ids:

@@ -10,8 +10,7 @@ from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
-from adapters.catalog import Catalog, ModelPolicy, Policy, Selection, model_context, precompute
-from adapters.chain import ProcessorChain
+from adapters.catalog import Catalog, ModelPolicy, Policy, model_context, precompute
 from adapters.contract import Context
 from adapters.grammars.sandbox import GrammarSandbox
 from adapters.processors.grammar import grammar_cache, tokenizer_tables
@@ -108,14 +107,6 @@ class ServedModel:
     def never_ids(self) -> list[int]:
         """Ids of a row that are no token, and that end no answer."""
         return list(self.context.vocabulary.never_ids)
-
-    def build(self, selection: Selection, context: Context) -> ProcessorChain:
-        """The chain of a selection, not started; waits while its grammars compile.
-
-        Raises:
-            SelectionError: a processor is unknown, or its arguments cannot be honoured.
-        """
-        return self.catalog.build_chain(selection, context)
 
     def guard_grammars(self) -> None:
         """Compile grammars in a sandbox process from now on, so that one that explodes is refused.

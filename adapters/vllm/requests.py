@@ -173,7 +173,7 @@ def chain_of(asked: Asked, params: Params, model: ServedModel) -> tuple[Processo
     Raises:
         SelectionError: an argument, or a field that joins the chain, cannot be honoured.
     """
-    chain = model.build(asked.selection, asked.context)
+    chain = model.catalog.build_chain(asked.selection, asked.context)
     if chain.backtracks:
         names = " and ".join(member.name for member in chain.members if hasattr(member.processor, "rewinds_to"))
         problem = f"{names} takes tokens back, and vLLM has sent them by then; use this project's embedded engine"

@@ -21,8 +21,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.forcing import ForcedPrefix
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta
-from worker.engines.library_outputs import LEAST_LOGPROB
+from worker.engines import LEAST_LOGPROB, EngineRequest, KeepKv, ReadKv, TokenDelta
 from worker.engines.trtllm import TrtllmEngine, disaggregated_params
 from worker.engines.trtllm.deltas import Cursor
 from worker.engines.trtllm.running_request import RunningRequest

@@ -21,9 +21,8 @@ from adapters.contract import Context
 from adapters.trtllm import ChainAdapter, Step
 from adapters.trtllm.native_controls import ThirdPartyCallable
 from adapters.vocabulary import Vocabulary
-from worker.engines import EngineRequest, RequestHints, TokenDelta
+from worker.engines import LEAST_LOGPROB, EngineRequest, RequestHints, TokenDelta
 from worker.engines.forward_pass import ForwardPass
-from worker.engines.library_outputs import LEAST_LOGPROB
 from worker.engines.trtllm import reports, verify
 from worker.engines.trtllm.cache_reports import EventRelay, forward_pass, kv_blocks
 from worker.engines.trtllm.capabilities import Package, read_package

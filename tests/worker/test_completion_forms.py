@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.vocabulary import Vocabulary
-from worker.engines import TokenLogprob
+from worker.engines import LEAST_LOGPROB, TokenLogprob
 from worker.frontdoor.completions.asked import MAX_PROMPTS, Asked
 from worker.frontdoor.completions.openai_logprobs import Offsets, by_text, of_answer, text_offsets
 from worker.frontdoor.completions.prompt_answer import PromptAnswer
@@ -23,7 +23,7 @@ from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.openengine.answer import AnswerForm
 from worker.frontdoor.openengine.body import AskedAnswer
 from worker.frontdoor.translated import is_translated
-from worker.requests.prompt_scores import LEAST_LOGPROB, end_json, scores_json, token_text
+from worker.requests.prompt_scores import end_json, scores_json, token_text
 
 TEXTS = st.text(max_size=20)
 BYTES = 256
@@ -316,7 +316,6 @@ TRANSLATED: tuple[tuple[str, dict[str, Any], bool], ...] = (
     (COMPLETIONS, {"prompt": ["a"], "logits_processors": {"receipt": True}}, False),
     (CHAT, {"logprobs": True, "max_tokens": 0}, False),
     (CHAT, {"prompt_logprobs": 1}, True),
-    ("/v1/other", {"echo": True}, False),
 )
 
 

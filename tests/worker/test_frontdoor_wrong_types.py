@@ -132,6 +132,22 @@ async def test_a_message_shows_a_value_as_json(fields: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5, "metadata": 5}, "metadata: must be an object, got 5"),
+        ("/v1/messages", {"messages": "a", "max_tokens": 5}, 'messages: must be a list, got "a"'),
+        ("/v1/responses", {"input": "a", "previous_response_id": 5}, "previous_response_id: must be a text, got 5"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: must be true or false, got 1"),
+    ],
+)
+async def test_every_endpoint_shows_a_value_as_json(path: str, fields: dict[str, Any], message: str) -> None:
+    async with house(says(*CHUNKS)) as at:
+        status, error = error_of(await at.ask(post(encoded({"model": "m", **fields}), path=path)))
+        assert at.frontends[0].requests == []
+    assert (status, error["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(
     ("prompt", "param"),
     [(["a", [1]], "prompt[1]"), ([[1], [2], "a"], "prompt[2]"), ([[1], 2], "prompt[1]"), (["a", True], "prompt[1]")],
 )

@@ -297,7 +297,7 @@ def test_the_schema_files_are_what_protoc_makes() -> None:
 def test_an_event_has_no_more_tokens_than_a_client_takes() -> None:
     """A chunk may have all that a slow client has not taken yet."""
     request = parse({"token_ids": [1], "text": False}, None)
-    answer = Answer("a", Asked({}, None, 0, 1), request, None, ())
+    answer = Answer("a", Asked({}, None, 0), request, None, ())
     count = 2 * MOST_TOKENS + 1
     chunk = {"index": 0, "token_ids": list(range(count)), "log_probs": [-1.0] * count, "text": "t"}
     outputs = [event.token for event in answer.events(chunk)]
@@ -311,7 +311,7 @@ def test_an_event_has_no_more_tokens_than_a_client_takes() -> None:
 def test_each_event_of_tokens_says_what_computed_them() -> None:
     """Behind the first of them another worker went on with the weights of the tokens before."""
     request = parse({"token_ids": [1], "text": False}, None)
-    answer = Answer("a", Asked({}, None, 0, 0), request, None, ())
+    answer = Answer("a", Asked({}, None, 0), request, None, ())
     data = {COMPUTED_WITH: {"weights": "new", "adapter": ""}}
     chunk = {"index": 0, "token_ids": [5] * (MOST_TOKENS + 1), "engine_data": data}
     assert [event.computed_with.weights for event in answer.events(chunk)] == ["new", "new"]
@@ -319,7 +319,7 @@ def test_each_event_of_tokens_says_what_computed_them() -> None:
 
 def test_the_usage_has_the_thinking_of_all_answers() -> None:
     request = parse({"token_ids": [1], "text": False, "sampling_options": {"n": 2}}, None)
-    answer = Answer("a", Asked({}, None, 0, 0), request, None, ())
+    answer = Answer("a", Asked({}, None, 0), request, None, ())
     usage = {"prompt_tokens": 1, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
     chunk = {"token_ids": [], "finish_reason": "stop", "completion_usage": usage}
     events = [event for index in range(2) for event in answer.events({**chunk, "index": index})]

@@ -19,10 +19,6 @@ def load_yaml(path: str, flag: str = "--extra-engine-args") -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         reason = one_line(error)
         raise ConfigurationError(f"{flag} {path}: {reason}") from None
-    except RecursionError:
-        raise ConfigurationError(f"{flag} {path}: is nested too deep") from None
-    except ValueError as error:  # a date that no calendar has, an integer of too many digits
-        raise ConfigurationError(f"{flag} {path}: {one_line(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BATCH_SIZES",
+    "LEAST_LOGPROB",
     "NO_HINTS",
     "Collecting",
     "EngineInfo",
@@ -115,6 +116,10 @@ class EngineInfo:
     def num_slots(self) -> int:
         """Requests decoded at the same time at most, by all data parallel ranks."""
         return self.max_num_seqs * self.num_dp_ranks
+
+
+LEAST_LOGPROB = -9999.0
+"""Log probability for minus infinity, as vLLM and TensorRT-LLM say it: JSON has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Members that both engines add to a request's chain: third-party callables and the dense bias."""
+"""Chains as engines take them: what they add to a request's own, and what a library refuses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,33 @@ def begin(chain: ProcessorChain, request: EngineRequest) -> None:
     prompt = list(request.prompt_token_ids)
     if chain.tokens not in (prompt, request.token_ids):
         chain.start(prompt)
+
+
+def refuse_embedded_only(chain: ProcessorChain, library: str) -> None:
+    """Raises `InvalidRequest` for a chain that the embedded engine alone can serve."""
+    problem = None
+    if chain.backtracks:
+        names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
+        problem = f"holds {names}, which takes tokens back, and {library} cannot"
+    elif chain.companion is not None:
+        problem = f"holds {chain.companion.name}, which needs a second row of logits, and {library} computes one"
+    if problem is not None:
+        raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
+
+
+def resume(chain: ProcessorChain, request: EngineRequest, library: str) -> None:
+    """Replay the answer so far of a migrated request, of which the library computes no logits.
+
+    Raises:
+        InvalidRequest: a processor's state is made of logits.
+        ProcessorFailed: a processor raised on the history.
+    """
+    if chain.observes_logits:
+        names = ", ".join(member.name for member in chain.members if member.processor.observes_logits)
+        problem = f"{names} cannot go on after a migration: {library} shows no logits to replay on"
+        raise InvalidRequest("sampling_params.logits_processor", problem)
+    if chain.receipt.mode != "migrated" or chain.tokens != request.token_ids:
+        chain.start(request.prompt_token_ids, request.generated_token_ids, mode="migrated")
 
 
 def other_members(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from worker.engines import FinishReason, TokenDelta, TokenLogprob
-
-LEAST_LOGPROB = -9999.0
-"""Log probability for minus infinity, as vLLM and newer versions of TensorRT-LLM say it: JSON has
-none.
-"""
+from worker.engines import LEAST_LOGPROB, FinishReason, TokenDelta, TokenLogprob
 
 
 def end_choice(

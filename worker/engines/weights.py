@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -66,6 +67,22 @@ class WeightVersion:
     def updated_digest(self) -> str:
         """The digest, but empty for the weights of the start."""
         return self.digest if self.number else ""
+
+    def following(self, digest: str, name: str | None) -> WeightVersion:
+        """The version after an update, which the trainer may have given a name."""
+        number = self.number + 1
+        return WeightVersion(number, str(number) if name is None else name, digest, name is not None)
+
+
+def exclusive(lock: asyncio.Lock, *, waits: bool = False) -> asyncio.Lock:
+    """``lock``, for an update or a pause.
+
+    Raises:
+        WrongState: it is taken, unless the caller ``waits`` for it.
+    """
+    if lock.locked() and not waits:
+        raise WrongState("an update or a pause is under way")
+    return lock
 
 
 def digest_of_update(base: str, digests: Iterable[tuple[str, str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Protocol
 
 from worker.frontdoor.chunks import Chunks
@@ -23,6 +24,20 @@ class Caller(Protocol):
 
     door: FrontDoor
     request: AdmittedRequest
+
+
+class Part:
+    """A `Caller` for some of the choices of another; the first of all has the id that its client
+    chose.
+
+    Args:
+        caller: Requester for all choices.
+        num_before: Choices before these.
+    """
+
+    def __init__(self, caller: Caller, num_before: int) -> None:
+        self.door = caller.door
+        self.request = replace(caller.request, num_before=num_before)
 
 
 async def ask(caller: Caller, fields: dict[str, Any], path: str = CHAT) -> Chunks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from worker.frontdoor.answering import Answer
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choices import MAX_ANSWER, Choices
 from worker.frontdoor.error_forms import error_body
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error, no_answer, unreachable
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.http import Document, answer
@@ -22,11 +21,11 @@ from worker.frontdoor.refusal_reading import explaining
 from worker.frontdoor.request_intake import AdmittedRequest
 from worker.frontdoor.request_reader import Head
 from worker.frontdoor.server import FrontDoor
+from worker.frontdoor.summaries import served_models
 
 logger = logging.getLogger(__name__)
 
 _HOST, _JSON = (b"host", b"batch"), (b"content-type", b"application/json")
-MODELS = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +44,18 @@ class LineAnswers:
 
     async def ask(self, owner: str, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         """The status and the body of the answer to a POST; see `Ask`."""
-        return await self._answered(b"POST", owner, path, body, request_id)
-
-    async def models(self) -> frozenset[str]:
-        """Names of the models that are served, empty if no frontend says so."""
-        status, body = await self._answered(b"GET", "batches", MODELS, b"", "batches")
-        try:
-            return frozenset(each["id"] for each in json.loads(body)["data"]) if status == 200 else frozenset()
-        except (ValueError, KeyError, TypeError):
-            return frozenset()
-
-    async def _answered(self, method: bytes, owner: str, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         if len(body) > self.door.max_body:
             refused = Refused(413, f"the body has more than {self.door.max_body} bytes")
             return refused.status, error_body(refused, "openai", "")
-        route = self.door.routes.check(self.door.routes.at(path), method.decode(), path)
+        route = self.door.routes.check(self.door.routes.at(path), "POST", path)
         lines = [_HOST, _JSON]
-        head = Head(method, path.encode(), b"1.1", lines, dict(lines))
+        head = Head(b"POST", path.encode(), b"1.1", lines, dict(lines))
         request = AdmittedRequest(head, path, route, owner.encode(), request_id.encode())
         waiting = _WaitingClient(request)
         try:
             if route.by == "handler":
                 waiting.answer = exchange = Exchange(waiting, self.door, request, body)
-                exchange.run(self.handlers[method.decode(), route.path])
+                exchange.run(self.handlers["POST", route.path])
             else:
                 await self._forward(waiting, request, body)
             return await waiting.found
@@ -75,10 +63,17 @@ class LineAnswers:
             return refused.status, error_body(refused, "openai", "")
         except Exception:  # the request's boundary: the other lines of its batch go on
             logger.exception("a request of a batch failed")
-            internal = Refused(500, "internal error", kind="server_error")
+            internal = internal_error()
             return internal.status, error_body(internal, "openai", "")
         finally:
             waiting.abort()
+
+    async def models(self) -> frozenset[str]:
+        """Names of the models that are served, empty if no frontend says so."""
+        try:
+            return frozenset(await served_models(self.door.upstreams))
+        except Refused:
+            return frozenset()
 
     async def _forward(self, waiting: _WaitingClient, request: AdmittedRequest, body: bytes) -> None:
         """Send a request on, after all checks. Raises `Refused`."""
@@ -140,7 +135,7 @@ class _WaitingClient:
 
     def unreachable(self) -> None:
         """No frontend can be reached."""
-        self.refused(Refused(503, "no frontend can be reached", kind="server_error"))
+        self.refused(unreachable())
 
     def own_headers(self) -> bytes:
         """Header lines that every answer has, each with its CRLF."""
@@ -173,7 +168,7 @@ class _WaitingClient:
 
     def failed(self, begun: object, reason: str) -> None:
         """The frontend has gone before the end of the answer."""
-        self.refused(Refused(502, f"the frontend did not answer: {reason}", kind="server_error"))
+        self.refused(no_answer(reason))
 
     def _set(self, status: int, body: bytes) -> None:
         if not self.found.done():

@@ -122,10 +122,6 @@ class Body:
             self._mark = (now, self.num_bytes)
         return max(0.0, min(self.begun_s + self._bodies.timeout_s, self._mark[0] + WINDOW_S) - now)
 
-    def rate(self, now: float) -> float:
-        """Bytes per second since it began."""
-        return self.num_bytes / max(now - self.begun_s, 1e-3)
-
     def _leave(self, num_bytes: int) -> None:
         if self._room is not None:
             self._room.shrink(self, num_bytes)
@@ -136,15 +132,16 @@ class Coming(Protocol):
     """A body that takes up room while it comes.
 
     Attributes:
+        begun_s: Time at which it began.
+        num_bytes: Bytes that have come.
         is_complete: Whether all of it has come.
         too_slow: Ends its request.
     """
 
+    begun_s: float
+    num_bytes: int
     is_complete: bool
     too_slow: Callable[[Refused], None]
-
-    def rate(self, now: float) -> float:
-        """Bytes per second since it began."""
 
     def free(self) -> None:
         """Give its room back. Idempotent."""
@@ -171,7 +168,7 @@ class Room:
         while self.num_bytes > self._capacity:
             coming = [each for each in self._bodies if not each.is_complete]
             now = self._now()
-            slowest = min(coming, key=lambda each: each.rate(now), default=body)
+            slowest = min(coming, key=lambda each: each.num_bytes / max(now - each.begun_s, 1e-3), default=body)
             if slowest is body:
                 raise Refused(503, "too many bodies at a time", kind="server_error")
             slowest.too_slow(Refused(408, "the body came slower than others, which needed its room"))

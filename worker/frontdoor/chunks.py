@@ -11,7 +11,7 @@ from typing import Any
 from worker.frontdoor.answers import ParsedAnswer
 from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, no_answer, unreachable
 from worker.frontdoor.frontend_errors import error_of
 from worker.frontdoor.upstreams import Upstreams
 
@@ -96,7 +96,7 @@ class Chunks:
             for event in answer.taken_events():
                 self._take(answer.index, event)
         if answer.num_bytes > MAX_EVENT:
-            self._fail(_bad_answer(f"an answer beyond {MAX_EVENT} bytes"))
+            self._fail(no_answer(f"an answer beyond {MAX_EVENT} bytes"))
 
     def ended(self, answer: ParsedAnswer) -> None:
         """An answer is complete."""
@@ -116,10 +116,10 @@ class Chunks:
 
     def failed(self, answer: ParsedAnswer, reason: str) -> None:
         """A frontend has gone before the end of its answer."""
-        self._fail(_bad_answer(reason))
+        self._fail(no_answer(reason))
 
     def _unreachable(self) -> None:
-        self._fail(Refused(503, "no frontend can be reached", kind="server_error"))
+        self._fail(unreachable())
 
     def _fail(self, problem: Refused) -> None:
         if self._problem is None:
@@ -138,7 +138,7 @@ class Chunks:
             elif data and data != b"[DONE]":
                 self._take_chunk(index, json.loads(data))
         except (ValueError, KeyError, TypeError, AttributeError):
-            self._fail(_bad_answer("an event is not in OpenAI's form"))
+            self._fail(no_answer("an event is not in OpenAI's form"))
 
     def _take_annotation(self, name: str, lines: Sequence[bytes]) -> None:
         """Dynamo writes an annotation's value as a comment with JSON, which may hold JSON."""
@@ -161,7 +161,3 @@ class Chunks:
         if len(self._waiting) > MAX_AHEAD and not self._is_paused:
             self._is_paused = True
             self._requests.pause()
-
-
-def _bad_answer(reason: str) -> Refused:
-    return Refused(502, f"the frontend did not answer: {reason}", kind="server_error")

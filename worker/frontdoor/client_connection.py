@@ -18,7 +18,7 @@ from worker.frontdoor.answering import Answer
 from worker.frontdoor.choices import Choices
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.error_forms import error_body
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error, no_answer, unreachable
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.handlers import HANDLERS, TRANSLATORS
@@ -141,7 +141,7 @@ class ClientConnection(WaitingProtocol):
             self._refuse(refused)
             return
         except Exception:  # the request's boundary
-            self._refuse(_internal_error())
+            self._refuse(_logged_error())
             return
         left_s = self._intake.left_s()
         if left_s is not None:
@@ -191,7 +191,7 @@ class ClientConnection(WaitingProtocol):
         except Refused as refused:
             rewritten = refused
         except Exception:  # the request's boundary
-            rewritten = _internal_error()
+            rewritten = _logged_error()
         self._rewriting = None
         if isinstance(rewritten, Refused):
             self._refuse(rewritten)
@@ -281,7 +281,7 @@ class ClientConnection(WaitingProtocol):
     def unreachable(self) -> None:
         """No frontend can be reached; nothing has been sent."""
         self._answer = None
-        self._refuse(Refused(503, "no frontend can be reached", kind="server_error"))
+        self._refuse(unreachable())
 
     def failed(self, begun: bool, reason: str) -> None:
         """The frontend has gone before the end of the answer; ``begun``: bytes of it have come."""
@@ -292,7 +292,7 @@ class ClientConnection(WaitingProtocol):
         if begun:
             self._close()  # the missing end tells the client
         else:
-            self._refuse(Refused(502, f"the frontend did not answer: {reason}", kind="server_error"))
+            self._refuse(no_answer(reason))
 
     def answered(self, closes: bool) -> None:
         """Go on to the next request; ``closes``: the answer's end is that of the connection."""
@@ -410,7 +410,7 @@ def protocol_factory(door: FrontDoor) -> Callable[[], ClientConnection]:
     return lambda: ClientConnection(door)
 
 
-def _internal_error() -> Refused:
-    """The answer to a request that met an error of the front door's own, which the log has."""
+def _logged_error() -> Refused:
+    """`internal_error`, with the exception that is handled in the log."""
     logger.exception("a request failed")
-    return Refused(500, "internal error", kind="server_error")
+    return internal_error()

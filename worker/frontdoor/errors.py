@@ -55,6 +55,21 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+def unreachable() -> Refused:
+    """The answer where no frontend can be reached; nothing has been sent."""
+    return Refused(503, "no frontend can be reached", kind="server_error")
+
+
+def no_answer(reason: str) -> Refused:
+    """The answer where a frontend has gone before the end of its own, or has answered nonsense."""
+    return Refused(502, f"the frontend did not answer: {reason}", kind="server_error")
+
+
+def internal_error() -> Refused:
+    """The answer to a request that met an error of the front door's own, which the log has."""
+    return Refused(500, "internal error", kind="server_error")
+
+
 class FieldRefused(Refused):
     """400: a field asks for what would be dropped, or would fail, behind the front door.
 

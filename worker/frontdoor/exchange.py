@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Body
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error
 from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
 from worker.frontdoor.query import query_of
 from worker.frontdoor.request_intake import AdmittedRequest
@@ -119,7 +119,7 @@ class Exchange:
             self._fail(refused)
         except Exception:  # the request's boundary
             logger.exception("a request failed")
-            self._fail(Refused(500, "internal error", kind="server_error"))
+            self._fail(internal_error())
 
     def _fail(self, refused: Refused) -> None:
         if self._has_ended:

@@ -15,7 +15,7 @@ from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.returned_tokens import EXTRA_FIELDS
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
-from worker.frontdoor.values import Object, keys_within, shown
+from worker.frontdoor.values import Object, integer, keys_within, object_of, object_within, shown, text
 from worker.runtimes.direct.pictures import is_picture, picture_url
 from worker.sampling import MAX_LOGPROBS
 
@@ -81,12 +81,6 @@ def _entries(path: str, value: Any, is_entry: Callable[[Any], bool], what: str) 
             raise FieldRefused(f"{path}[{i}]", f"must be {what}, got {shown(each)}")
 
 
-def _known_keys(path: str, value: Any, known: tuple[str, ...]) -> None:
-    """Refuse the keys of an object that the frontend would drop."""
-    if isinstance(value, dict):
-        keys_within(path, value, known)
-
-
 _ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 _CHOICES = ("none", "auto", "required")
 _GUIDE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -121,9 +115,7 @@ def messages(value: Any, body: Body) -> None:
         raise FieldRefused("messages", "must have at least one message")
     for i, message in enumerate(value):
         path = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise FieldRefused(path, f"must be an object, got {shown(message)}")
-        _known_keys(path, message, _MESSAGE_KEYS)
+        object_within(path, message, _MESSAGE_KEYS)
         role = message.get("role")
         if role not in _ROLES:
             raise FieldRefused(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {shown(role)}")
@@ -147,9 +139,8 @@ def messages(value: Any, body: Body) -> None:
             if kind != "text":
                 problem = f"must be of type text or image_url, got {shown(kind)}"
                 raise FieldRefused(f"{path}.content[{j}]", problem)
-            if not isinstance(part.get("text"), str):
-                raise FieldRefused(f"{path}.content[{j}].text", f"must be a text, got {shown(part.get('text'))}")
-            _known_keys(f"{path}.content[{j}]", part, _PART_KEYS)
+            text(f"{path}.content[{j}].text", part.get("text"))
+            keys_within(f"{path}.content[{j}]", part, _PART_KEYS)
 
 
 def _picture(path: str, role: str, part: Body) -> None:
@@ -165,8 +156,7 @@ def _calls(path: str, value: Any) -> None:
     """Check the calls of a message, which may become text before the frontend sees them."""
     _must_be(path, value, list, "a list of calls")
     for i, call in enumerate(value):
-        if not isinstance(call, dict):
-            raise FieldRefused(f"{path}[{i}]", f"must be an object, got {shown(call)}")
+        object_of(f"{path}[{i}]", call)
         kind, function = call.get("type"), call.get("function")
         if kind not in (None, "function"):
             raise FieldRefused(f"{path}[{i}].type", f"must be function, got {shown(kind)}")
@@ -192,35 +182,27 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
 
 
 def response_format(value: Any, body: Body) -> None:
-    if not isinstance(value, dict):
-        raise FieldRefused("response_format", f"must be an object, got {shown(value)}")
-    kind = value.get("type")
+    kind = object_of("response_format", value).get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
         raise FieldRefused("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {shown(kind)}")
-    _known_keys("response_format", value, _FORMATS[kind])
+    keys_within("response_format", value, _FORMATS[kind])
     if kind == "json_schema":
-        schema = value.get("json_schema")
-        _known_keys("response_format.json_schema", schema, ("name", "description", "schema", "strict"))
-        for key, type_, what in (
-            ("name", str, "a text"),
-            ("description", str, "a text"),
-            ("strict", bool, "a boolean"),
-        ):
-            _must_be(
-                f"response_format.json_schema.{key}", schema.get(key) if isinstance(schema, dict) else None, type_, what
-            )
-        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-            raise FieldRefused("response_format.json_schema.schema", "must be a JSON Schema")
+        path, given = "response_format.json_schema", value.get("json_schema")
+        schema = given if isinstance(given, dict) else {}  # which lacks its schema
+        keys_within(path, schema, ("name", "description", "schema", "strict"))
+        _must_be(f"{path}.name", schema.get("name"), str, "a text")
+        _must_be(f"{path}.description", schema.get("description"), str, "a text")
+        _must_be(f"{path}.strict", schema.get("strict"), bool, "true or false")
+        if not isinstance(schema.get("schema"), dict | bool):
+            raise FieldRefused(f"{path}.schema", "must be a JSON Schema")
         if schema.get("name") is None:
-            raise FieldRefused("response_format.json_schema.name", "must be given")
+            raise FieldRefused(f"{path}.name", "must be given")
     if kind != "text" and body.get("tools") and forces_call(body):
         raise FieldRefused("response_format", "cannot be given beside a tool_choice that forces a call")
 
 
 def prediction(value: Any, body: Body) -> None:
-    if not isinstance(value, dict):
-        raise FieldRefused("prediction", f"must be an object, got {shown(value)}")
-    _known_keys("prediction", value, ("type", "content"))
+    object_within("prediction", value, ("type", "content"))
     if value.get("type") != "content":
         raise FieldRefused("prediction.type", f"must be content, got {shown(value.get('type'))}")
     content = value.get("content")
@@ -231,18 +213,16 @@ def prediction(value: Any, body: Body) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise FieldRefused(f"prediction.content[{i}]", f"must be of type text, got {shown(kind)}")
-        if not isinstance(part.get("text"), str):
-            raise FieldRefused(f"prediction.content[{i}].text", f"must be a text, got {shown(part.get('text'))}")
-        texts[f"prediction.content[{i}].text"] = part["text"]
-    for path, text in texts.items():
-        if "\0" in text:
+        place = f"prediction.content[{i}].text"
+        texts[place] = text(place, part.get("text"))
+    for path, each in texts.items():
+        if "\0" in each:
             raise FieldRefused(path, "must not hold NUL")
 
 
 def stream_options(value: Any, body: Body) -> None:
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-    _must_be("stream_options", value, dict, "an object")
-    _known_keys("stream_options", value, known)
+    object_within("stream_options", value, known)
     for key in known:
         _must_be(f"stream_options.{key}", value.get(key), bool, "true or false")
     if value.get("include_obfuscation"):
@@ -256,13 +236,10 @@ def tools(value: Any, body: Body) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
             raise FieldRefused(f"{path}.type", f"must be function, got {shown(kind)}")
-        _known_keys(path, tool, ("type", "function"))
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise FieldRefused(f"{path}.function", f"must be an object, got {shown(function)}")
-        _known_keys(f"{path}.function", function, ("name", "description", "parameters", "strict"))
-        if not isinstance(function.get("name"), str):
-            raise FieldRefused(f"{path}.function.name", f"must be a text, got {shown(function.get('name'))}")
+        keys_within(path, tool, ("type", "function"))
+        known = ("name", "description", "parameters", "strict")
+        function = object_within(f"{path}.function", tool.get("function"), known)
+        text(f"{path}.function.name", function.get("name"))
         _must_be(f"{path}.function.description", function.get("description"), str, "a text")
         _must_be(f"{path}.function.strict", function.get("strict"), bool, "true or false")
         _must_be(f"{path}.function.parameters", function.get("parameters"), dict, "a JSON Schema, an object")
@@ -276,11 +253,10 @@ def tool_choice(value: Any, body: Body) -> None:
             kind = shown(value.get("type"))
             raise FieldRefused("tool_choice.type", f"must be function or allowed_tools, got {kind}")
         keys_within("tool_choice", value, ("type", "function"))
-        function = value.get("function")
-        _known_keys("tool_choice.function", function, ("name",))
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            raise FieldRefused("tool_choice.function.name", f"must be a text, got {shown(name)}")
+        given = value.get("function")
+        function = given if isinstance(given, dict) else {}  # which lacks its name
+        keys_within("tool_choice.function", function, ("name",))
+        text("tool_choice.function.name", function.get("name"))
     elif value not in _CHOICES:
         raise FieldRefused("tool_choice", f"must be one of {', '.join(_CHOICES)}, or an object, got {shown(value)}")
     if forces_call(body) and not body.get("tools"):
@@ -298,21 +274,19 @@ def prompt(value: Any, body: Body) -> None:
             raise FieldRefused(path, "must be as prompt[0] is: all are texts, or all are lists of token ids")
         if not isinstance(one, str | list) or one == []:
             raise FieldRefused(path, f"must be a text, or a list of token ids that is not empty, got {shown(one)}")
-        for j, token in enumerate(one if isinstance(one, list) else ()):
-            if type(token) is not int or not 0 <= token < 2**32:
-                raise FieldRefused(f"{path}[{j}]", f"must be a token id, got {shown(token)}")
+        if isinstance(one, list):
+            check_ids(path, one)
 
 
 def logprobs(value: Any, body: Body) -> None:
     if "messages" in body:
         _must_be("logprobs", value, bool, "true or false")
-    elif type(value) is not int or value < 0:
-        raise FieldRefused("logprobs", f"must be an integer of at least 0, got {shown(value)}")
+    else:
+        integer("logprobs", value, 0)
 
 
 def top_logprobs(value: Any, body: Body) -> None:
-    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        raise FieldRefused("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(value)}")
+    integer("top_logprobs", value, 0, MAX_LOGPROBS)
     if value and body.get("logprobs") is not True:
         raise FieldRefused("top_logprobs", "needs logprobs: true")
 
@@ -334,8 +308,7 @@ def read_by_handler(name: str) -> Check:
 
 
 def prompt_logprobs(value: Any, body: Body) -> None:
-    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        raise FieldRefused("prompt_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(value)}")
+    integer("prompt_logprobs", value, 0, MAX_LOGPROBS)
     # where no handler reads them from the worker's data they would be lost
     nvext = body.get("nvext")
     if not isinstance(nvext, dict) or "engine_data" not in (nvext.get("extra_fields") or ()):
@@ -400,5 +373,4 @@ def nvext(value: Any, body: Body) -> None:
 
 
 def num_choices(value: Any, body: Body) -> None:
-    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
-        raise FieldRefused("n", f"must be an integer from 1 to {MAX_CHOICES}, got {shown(value)}")
+    integer("n", value, 1, MAX_CHOICES)

@@ -11,7 +11,7 @@ import re
 
 import h11
 
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, no_answer
 from worker.frontdoor.frontend_errors import error_of
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
@@ -87,7 +87,7 @@ class Opening:
                 else:
                     status = event.status_code
         except h11.RemoteProtocolError as error:
-            return Refused(502, f"the frontend did not answer: {error}", kind="server_error")
+            return no_answer(str(error))
         return error_of(status, body) if status >= 400 else streamed_error(body)
 
 
@@ -101,7 +101,7 @@ def streamed_error(body: bytes) -> Refused:
         if any(re.match(rb"event: *error", line) for line in lines):
             comment = b"\n".join(line[1:].strip() for line in lines if line.startswith(b":"))
             return error_of(500, data or _text(comment))
-    return Refused(502, "the frontend did not answer: an event is not in OpenAI's form", kind="server_error")
+    return no_answer("an event is not in OpenAI's form")
 
 
 def _text(comment: bytes) -> bytes:

@@ -6,10 +6,9 @@ field.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
-from worker.frontdoor.asking import Caller, ask
+from worker.frontdoor.asking import Caller, Part, ask
 from worker.frontdoor.errors import INVALID, FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler, server_sent
 from worker.frontdoor.fields import COMPLETIONS
@@ -146,7 +145,8 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
     without = _NOT_CHECKED if ONLY_CHECKED in annotations else _NOT_ASKED_AGAIN
     again = {name: value for name, value in fields.items() if name not in without}
     again["nvext"] = with_annotations(with_engine_data(fields.get("nvext")), WANTS_REFUSAL, *annotations)
-    chunks = await ask(_Again(caller), again, path)
+    other_id = Part(caller, caller.request.num_before + 1)  # a worker may still have the client's own in use
+    chunks = await ask(other_id, again, path)
     try:
         async for chunk in chunks:
             found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get(REFUSAL)
@@ -157,11 +157,3 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
     finally:
         chunks.close()
     return None
-
-
-class _Again:
-    """A `Caller` without the id that its client chose, which a worker may still have in use."""
-
-    def __init__(self, caller: Caller) -> None:
-        self.door = caller.door
-        self.request = replace(caller.request, num_before=caller.request.num_before + 1)

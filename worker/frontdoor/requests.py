@@ -137,10 +137,10 @@ def names_of(
 
     Args:
         path: A key of `TABLES`.
-        fields: The client's fields, which `rewritten` takes.
-        headers: See `rewritten`.
-        calls: See `rewritten`.
-        carries_guides: See `rewritten`.
+        fields: The client's fields, which `rewritten_fields` takes.
+        headers: See `rewritten_fields`.
+        calls: See `rewritten_fields`.
+        carries_guides: See `rewritten_fields`.
     """
     chosen = fields.get(SELECTION_FIELD)
     selection = _selection_in(_places_in(fields), chosen)
@@ -342,8 +342,8 @@ def _predict(selection: dict[str, Any], text: str) -> None:
 
 def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
     """The requests for all choices but the first: the selection says which."""
-    places = [text for text in annotations_of(fields.get("nvext")) if text.startswith(ANNOTATION)]
-    selection = json.loads(places[0][len(ANNOTATION) :]) if places else {"version": 1}
+    places = _places_in(fields)
+    selection = _selection_in(places, None)
     first = selection.get("choice", 0)
     last = first + num_choices - 1
     if last >= MAX_CHOICES:

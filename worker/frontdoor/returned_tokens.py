@@ -9,7 +9,7 @@ from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.nvext import taken_entries, with_annotations, with_engine_data
-from worker.frontdoor.values import shown
+from worker.frontdoor.values import shown, truth
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, ROLLOUT, TOKEN_IDS, TRAIN_KEYS
 from worker.requests.token_weights import WEIGHTS
@@ -45,9 +45,7 @@ class Returned:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Returned:
         """The fields of a request. Raises `FieldRefused`."""
-        token_ids, mode = fields.get("return_token_ids"), fields.get("logprobs_mode")
-        if token_ids is not None and type(token_ids) is not bool:
-            raise FieldRefused("return_token_ids", f"must be true or false, got {shown(token_ids)}")
+        token_ids, mode = truth("return_token_ids", fields.get("return_token_ids")), fields.get("logprobs_mode")
         if mode is not None and mode not in LOGPROBS_MODES:
             problem = f"must be one of {', '.join(LOGPROBS_MODES)}, got {shown(mode)}"
             raise FieldRefused("logprobs_mode", problem)
@@ -58,7 +56,7 @@ class Returned:
             )
         if PROMPT_LOGPROBS in extra and fields.get(PROMPT_LOGPROBS) is None:
             raise FieldRefused("nvext.extra_fields", f"{PROMPT_LOGPROBS} needs the field {PROMPT_LOGPROBS}")
-        return cls(bool(token_ids), mode, extra)
+        return cls(token_ids, mode, extra)
 
     @property
     def is_anything(self) -> bool:

@@ -179,17 +179,16 @@ class FrontDoor:
             return fields
         if path == CHAT and needs_chunks(fields, self.calls, parses=self.options.frontend_misreads):
             return fields
-        return self._rewritten(path, fields, head, body)
-
-    def rewrite_fields(self, path: str, fields: dict[str, Any], head: Head) -> tuple[bytes, ...]:
-        """The bodies to send on for parsed fields, which are changed. Raises `Refused`."""
-        return self._rewritten(path, fields, head)
+        return self.rewrite_fields(path, fields, head, body)
 
     def names_of(self, path: str, fields: dict[str, Any], head: Head) -> Naming:
         """Names of a client's fields for the paths in errors of the worker; see `names_of`."""
-        return names_of(path, fields, head.headers, self.options.calls, carries_guides=self.options.carries_guides)
+        return names_of(path, fields, head.headers, self.calls, carries_guides=self.options.carries_guides)
 
-    def _rewritten(self, path: str, fields: dict[str, Any], head: Head, body: bytes | None = None) -> tuple[bytes, ...]:
+    def rewrite_fields(
+        self, path: str, fields: dict[str, Any], head: Head, body: bytes | None = None
+    ) -> tuple[bytes, ...]:
+        """The bodies to send on for parsed fields, which are changed; see `rewritten_fields`."""
         return rewritten_fields(
             path,
             fields,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from worker import __version__
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.fields import CHAT, COMPLETIONS
-from worker.frontdoor.summaries import Source, reply_of
+from worker.frontdoor.summaries import Source, reply_of, served_models
 from worker.frontdoor.tokens import prompt_tokens
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import printable, truth
 from worker.runtimes.direct.pictures import picture_places
 
 _OF_PROMPTS = ("model", "prompt", "add_special_tokens", "return_token_strs")
@@ -38,7 +37,8 @@ async def version(exchange: Exchange) -> None:
 
 async def ping(exchange: Exchange) -> None:
     """Answer ``/ping`` as SageMaker wants it: an empty 200 where models are served, else 503."""
-    reply = await reply_of(exchange.door.upstreams, _source(exchange, "/health"))
+    upstreams = exchange.door.upstreams
+    reply = await reply_of(upstreams, Source(upstreams.in_turn(), "/health", "The frontend"))
     await exchange.answer(200 if reply.status == 200 else 503, b"")
 
 
@@ -53,8 +53,9 @@ async def tokenize(exchange: Exchange) -> None:
     if is_chat and "prompt" in fields:
         raise FieldRefused("prompt", "cannot be given beside messages; give one of them")
     _check_names(fields, _OF_CHATS if is_chat else _OF_PROMPTS, "/tokenize")
-    with_texts = _flag(fields, "return_token_strs", default=False)
-    if not _flag(fields, "add_special_tokens", default=True):
+    with_texts, special = (fields.pop(name, None) for name in ("return_token_strs", "add_special_tokens"))
+    truth("return_token_strs", with_texts)
+    if special is not None and not truth("add_special_tokens", special):
         raise FieldRefused("add_special_tokens", "false is not supported: ids are those of a request with this prompt")
     for place in picture_places(fields.get("messages")):
         raise FieldRefused(place, "must be of type text: the engine alone knows which tokens a picture becomes")
@@ -91,16 +92,6 @@ def _check_names(fields: dict[str, Any], known: tuple[str, ...], path: str) -> N
             raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
 
 
-def _flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:
-    """Take a flag out of ``fields``. Raises `FieldRefused`."""
-    value = fields.pop(name, None)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise FieldRefused(name, "must be true or false")
-    return value
-
-
 def _model(fields: dict[str, Any]) -> str:
     model = fields.get("model")
     if not isinstance(model, str) or not model:
@@ -114,14 +105,7 @@ async def _served(exchange: Exchange, model: str) -> dict[str, Any]:
     Raises:
         Refused: 404, it is not served; 503, the frontend does not answer.
     """
-    reply = await reply_of(exchange.door.upstreams, _source(exchange, "/v1/models"))
-    try:
-        entries = json.loads(reply.body)["data"] if reply.status == 200 else None
-        found = None if entries is None else {entry["id"]: entry for entry in entries}
-    except (ValueError, KeyError, TypeError):
-        found = None
-    if found is None:
-        raise Refused(503, "the frontend does not say which models it serves", kind="server_error")
+    found = await served_models(exchange.door.upstreams)
     if model not in found:
         raise Refused(
             404,
@@ -130,7 +114,3 @@ async def _served(exchange: Exchange, model: str) -> dict[str, Any]:
             code="model_not_found",
         )
     return dict(found[model])
-
-
-def _source(exchange: Exchange, path: str) -> Source:
-    return Source(exchange.door.upstreams.in_turn(), path, "The frontend")

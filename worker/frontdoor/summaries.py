@@ -7,11 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.answers import ParsedAnswer
+from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import INTERIM, AnswerEnd, Document
 from worker.frontdoor.upstreams import NoUpstream, Upstream, Upstreams
 
@@ -118,6 +120,21 @@ class Summary:
 async def reply_of(upstreams: Upstreams, source: Source) -> Reply:
     """The answer of a source."""
     return await _Asking(upstreams, source).reply()
+
+
+async def served_models(upstreams: Upstreams) -> dict[str, Mapping[str, Any]]:
+    """The entries of the frontend's list of models, by their names.
+
+    Raises:
+        Refused: 503, the frontend does not answer with such a list.
+    """
+    reply = await reply_of(upstreams, Source(upstreams.in_turn(), "/v1/models", "The frontend"))
+    try:
+        if reply.status == 200:
+            return {str(entry["id"]): entry for entry in json.loads(reply.body)["data"]}
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise Refused(503, "the frontend does not say which models it serves", kind="server_error")
 
 
 class _Asking:

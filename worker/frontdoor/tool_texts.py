@@ -138,14 +138,13 @@ def _as_text(messages: list[dict[str, Any]], wanted: CallFormat) -> Iterator[dic
             yield {"role": "user", "content": "\n".join(results)}
         results = []
         calls = message.get("tool_calls")
-        if not calls:
-            yield {key: value for key, value in message.items() if key != "tool_calls"}
-            continue
-        named = list(_named_calls(calls, names, f"{path}.tool_calls"))
-        said = _text_of(message.get("content"), f"{path}.content")
-        kept = {key: value for key, value in message.items() if key != "tool_calls"}
-        between = "\n" if said and not said[-1].isspace() else ""  # a model's own white space is there already
-        yield {**kept, "content": f"{said}{between}{written_calls(wanted, named)}"}
+        written = {key: value for key, value in message.items() if key != "tool_calls"}
+        if calls:
+            named = list(_named_calls(calls, names, f"{path}.tool_calls"))
+            said = _text_of(message.get("content"), f"{path}.content")
+            between = "\n" if said and not said[-1].isspace() else ""  # a model's own white space is there already
+            written["content"] = f"{said}{between}{written_calls(wanted, named)}"
+        yield written
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 

@@ -20,8 +20,6 @@ def is_translated(path: str, fields: Mapping[str, Any]) -> bool:
         path: `CHAT` or `COMPLETIONS`.
         fields: The client's fields.
     """
-    if path not in (CHAT, COMPLETIONS):
-        return False
     if asks_back(fields):
         return True
     if path == CHAT:

@@ -117,10 +117,6 @@ class Upload:
         end_s = self.begun_s + uploads.timeout_s + self.num_bytes / RATE
         return max(0.0, min(end_s, self._mark[0] + WINDOW_S) - now)
 
-    def rate(self, now: float) -> float:
-        """Bytes per second since it began."""
-        return self.num_bytes / max(now - self.begun_s, 1e-3)
-
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from worker.frontdoor.answering import Client
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.http import COMMENT, INTERIM, AnswerEnd, BadAnswer
+from worker.frontdoor.http import COMMENT, INTERIM, AnswerEnd, BadAnswer, chunk
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class UpstreamConnection(WaitingProtocol):
         """Bytes for the client that change nothing of its answer; None if none may be sent now."""
         if not self._begun:
             return INTERIM
-        return b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT) if self._end.is_between_events else None
+        return chunk(COMMENT) if self._end.is_between_events else None
 
     def pause(self) -> None:
         """Read no more for now."""

@@ -14,28 +14,28 @@ Object = dict[str, Any]
 def text(path: str, value: Any) -> str:
     """``value``, a text. Raises `FieldRefused`."""
     if not isinstance(value, str):
-        raise FieldRefused(path, f"must be a text, got {kind_of(value)}")
+        raise FieldRefused(path, f"must be a text, got {shown(value)}")
     return value
 
 
 def object_of(path: str, value: Any) -> Object:
     """``value``, an object. Raises `FieldRefused`."""
     if not isinstance(value, dict):
-        raise FieldRefused(path, f"must be an object, got {kind_of(value)}")
+        raise FieldRefused(path, f"must be an object, got {shown(value)}")
     return value
 
 
 def list_of(path: str, value: Any) -> list[Any]:
     """``value``, a list. Raises `FieldRefused`."""
     if not isinstance(value, list):
-        raise FieldRefused(path, f"must be a list, got {kind_of(value)}")
+        raise FieldRefused(path, f"must be a list, got {shown(value)}")
     return value
 
 
 def truth(path: str, value: Any) -> bool:
     """``value``, false if it is null. Raises `FieldRefused`."""
     if value is not None and not isinstance(value, bool):
-        raise FieldRefused(path, f"must be true or false, got {kind_of(value)}")
+        raise FieldRefused(path, f"must be true or false, got {shown(value)}")
     return bool(value)
 
 
@@ -84,14 +84,6 @@ def printable(key: str) -> str:
 def shown(value: Any) -> str:
     """A client's value for a message: at most 60 characters of JSON; its kind if it has parts."""
     if isinstance(value, list | dict):
-        return kind_of(value)
+        return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def kind_of(value: Any) -> str:
-    """Name of a value's type in JSON, for messages."""
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
-    return names[type(value)]

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from adapters.vocabulary import Vocabulary, byte_index
-from worker.engines import TokenLogprob
+from worker.engines import LEAST_LOGPROB, TokenLogprob
 
 PROMPT_LOGPROBS = "prompt_logprobs"
 """Key of the log probabilities in ``engine_data``, as Dynamo's own workers have it."""
@@ -19,9 +19,6 @@ PROMPT_TOKENS = "prompt_tokens"
 
 END_TOKEN = "end_token"
 """Key of the end token of an answer in ``engine_data``: ``token_id`` and ``logprobs``."""
-
-LEAST_LOGPROB = -9999.0
-"""Log probability for minus infinity, as vLLM and TensorRT-LLM say it: JSON has none."""
 
 TokenText = Callable[[int], bytes]
 """Function from a token id to its UTF-8 bytes, those of the name of a special token."""

@@ -10,8 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from worker.engines import TokenDelta, TokenLogprob
-from worker.requests.prompt_scores import LEAST_LOGPROB
+from worker.engines import LEAST_LOGPROB, TokenDelta, TokenLogprob
 from worker.requests.receipts import sampled_ids
 from worker.requests.request import GenerationRequest
 
@@ -42,8 +41,8 @@ RANK = "rank"
 """Key of a list beside them: the rank of each token in the model's own distribution, from 1."""
 
 TOP = "top"
-"""Key of a list beside them, if alternatives were asked for: of each token the likeliest ones, as
-pairs of an id and its raw log probability.
+"""Key of a list beside them, if alternatives were asked for: of each token the most likely ones,
+as pairs of an id and its raw log probability.
 """
 
 

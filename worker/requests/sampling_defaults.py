@@ -95,17 +95,11 @@ def model_values(config: Mapping[str, Any]) -> dict[str, Any]:
             value = 1.0
         if value is None or (name in late and not samples):
             continue
-        found[name] = _checked(control, value)
+        try:
+            found[name] = control.field_value(value)
+        except ValueError as error:
+            raise ValueError(f"{GENERATION}: {name} {error}") from None
     return found
-
-
-def _checked(control: Control, value: Any) -> Any:
-    assert control.client_bounds is not None
-    try:
-        checked = control.client_bounds.check(value)
-    except ValueError as error:
-        raise ValueError(f"{GENERATION}: {control.name} {error}") from None
-    return checked if control.from_client is None else control.from_client(checked)
 
 
 @cached

@@ -34,7 +34,6 @@ class RlEndpoint:
     Args:
         arguments: Options of the worker.
         port: Port of its routes.
-
     """
 
     def __init__(self, arguments: Arguments, port: EnginePort) -> None:

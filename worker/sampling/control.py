@@ -191,6 +191,12 @@ class Control:
         """The field's path in errors of engines, which take `SamplingParams`."""
         return f"sampling_params.{self.name}"
 
+    def field_value(self, value: Any) -> Any:
+        """The field's value for a client's. Raises `ValueError` if it is out of bounds."""
+        assert self.client_bounds is not None, f"{self.name} needs bounds, or a parser of its own"
+        checked = self.client_bounds.check(value)
+        return checked if self.from_client is None else self.from_client(checked)
+
     def is_active(self, params: object) -> bool:
         """Whether ``params`` set it to a value that asks for something."""
         value = getattr(params, self.name)

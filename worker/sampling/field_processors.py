@@ -134,11 +134,16 @@ def with_field_processors(
         added += last
     if not added:
         return params, chain
-    if chain is None:
-        chain = ProcessorChain([], context)
-        chain.start(prompt)
+    chain = chain or empty_chain(context, prompt)
     chain.add(added)
     return params, chain
+
+
+def empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
+    """A chain without processors, started after a prompt."""
+    chain = ProcessorChain([], context)
+    chain.start(prompt)
+    return chain
 
 
 def check_values(params: SamplingParams, context: Context) -> None:

@@ -102,8 +102,6 @@ class EngineRoutes:
         preparing: Requests that the engine does not have yet.
 
     Attributes:
-        engine: See above.
-        arguments: See above.
         counts: Updates by outcome: ``done``, ``refused``, or ``interrupted``, whose sender left.
         by_name: Routes by the last part of their path.
     """

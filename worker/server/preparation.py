@@ -19,15 +19,11 @@ from worker.engines.request import KvPart
 from worker.errors import InvalidRequest, shown
 from worker.processors.builder import ServedChainBuilder
 from worker.processors.smoke import SmokeTest
+from worker.requests.fields import SEED_BITS
 from worker.requests.receipts import RequestReceipt, ServerRecord
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 from worker.requests.sampling_defaults import SamplingDefaults
 from worker.sampling.field_processors import for_engine
-
-SEED_BITS = 53
-"""Bits of the seeds that the worker draws: integers that every JSON library reads exactly, so that
-a client can send the seed of a receipt back.
-"""
 
 MakeChains = Callable[[Arguments, EngineInfo, CollectorRegistry], ServedChainBuilder]
 

@@ -9,7 +9,7 @@ samples, and so it does where log probabilities are asked for beside processors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,18 @@ from adapters.processors.seeded_sampler import SeededSampler
 from adapters.sampling.truncation import GREEDY_BELOW
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
-from worker.engines.chain_members import begin, dense_bias, other_members
+from worker.engines.chain_members import begin, dense_bias, other_members, refuse_embedded_only, resume
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import check_values, is_sampled, processor_controls, with_field_processors
+from worker.sampling.field_processors import (
+    check_values,
+    empty_chain,
+    is_sampled,
+    processor_controls,
+    with_field_processors,
+)
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -96,7 +102,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         InvalidRequest: a field cannot be served here; it is named.
     """
     params, chain = request.params, request.chain
-    prompt, generated = list(request.prompt_token_ids), list(request.generated_token_ids)
+    prompt, generated = list(request.prompt_token_ids), request.generated_token_ids
     check_refused(params, REFUSED)
     ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
     has_processors = chain is not None or bool(params.logits_processors)
@@ -104,13 +110,7 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     native, rest = ({}, params) if generated or has_processors or cold else _native(params, len(prompt), served)
     if chain is not None:
         begin(chain, request)
-    if chain is not None and chain.backtracks:
-        names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
-        problem = f"holds {names}, which takes tokens back, and TensorRT-LLM cannot; use the embedded engine"
-        raise InvalidRequest("sampling_params.logits_processor", problem)
-    if chain is not None and chain.companion is not None:
-        problem = f"holds {chain.companion.name}, which needs a second row of logits, and TensorRT-LLM computes one"
-        raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
+        refuse_embedded_only(chain, "TensorRT-LLM")
     random = is_sampled(params, chain)
     chain_samples = _must_sample_in_chain(rest, random, has_processors or cold, served)
     seed = request.seed if params.seed is None else params.seed
@@ -122,10 +122,10 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         extra = other_members(rest, number, served.vocab_size)
         rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
         if chain_samples:
-            chain = chain or _empty_chain(context, prompt)
+            chain = chain or empty_chain(context, prompt)
             chain.add([SeededSampler(seed if random else None, request.choice)], last=True)
         if chain is not None and generated:
-            _resume(chain, prompt, generated)
+            resume(chain, request, "TensorRT-LLM")
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     _check_choices(params, chain)
@@ -205,28 +205,12 @@ def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool,
     return False
 
 
-def _empty_chain(context: Context, prompt: Sequence[int]) -> ProcessorChain:
-    chain = ProcessorChain([], context)
-    chain.start(prompt)
-    return chain
-
-
 def _check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None:
     if params.best_of != params.n:
         raise InvalidRequest("sampling_params.best_of", "must be n: every choice is streamed")
     if params.n > 1 and chain is not None:
         problem = "must be 1 beside processors, seeds and controls that run as processors: choices would share them"
         raise InvalidRequest("sampling_params.n", problem)
-
-
-def _resume(chain: ProcessorChain, prompt: list[int], generated: Sequence[int]) -> None:
-    """Replay the answer so far of a migrated request."""
-    if chain.observes_logits:
-        names = ", ".join(member.name for member in chain.members if member.processor.observes_logits)
-        problem = f"{names} cannot go on after a migration: TensorRT-LLM shows no logits to replay on"
-        raise InvalidRequest("sampling_params.logits_processor", problem)
-    if chain.receipt.mode != "migrated" or chain.tokens != [*prompt, *generated]:
-        chain.start(prompt, generated, mode="migrated")
 
 
 _NO_END = -1

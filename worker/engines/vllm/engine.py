@@ -227,12 +227,10 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         except asyncio.CancelledError:
             if self._transfers is not None:
                 self._transfers.note_cancelled(running)
-            if running.report is not None:
-                self._drop_report(running.report)
+            self._drop_report(running)
             raise
         except InvalidRequest as error:
-            if running.report is not None:
-                self._drop_report(running.report)
+            self._drop_report(running)
             running.fail(error)
         except self._package.dead_error as error:
             self._break(f"vLLM's engine died: {one_line(error)}")
@@ -372,11 +370,11 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             found = running.receipt or await self._reports.receipt(running.report, last)
             running.note_receipt(delta, running.receipt or found)  # the engine may have ended it meanwhile
 
-    def _drop_report(self, report: str) -> None:
+    def _drop_report(self, running: RunningRequest) -> None:
         """Let vLLM's process forget the chain of a request that was aborted."""
-        if self._llm is None or self._reports is None or self._requests.refusal is not None:
+        if running.report is None or self._reports is None or self._requests.refusal is not None:
             return
-        task = asyncio.create_task(self._reports.drop(report))
+        task = asyncio.create_task(self._reports.drop(running.report))
         self._drops.add(task)
         task.add_done_callback(self._drops.discard)
 

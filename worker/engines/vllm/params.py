@@ -16,12 +16,18 @@ from adapters.contract import Context
 from adapters.interrupts import is_interrupt
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
-from worker.engines.chain_members import begin, other_members
+from worker.engines.chain_members import begin, other_members, refuse_embedded_only, resume
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import is_sampled, late_controls, processor_controls, with_field_processors
+from worker.sampling.field_processors import (
+    empty_chain,
+    is_sampled,
+    late_controls,
+    processor_controls,
+    with_field_processors,
+)
 
 SHIPPED = "dlw_chain"
 """Key in ``extra_args`` of `Shipped`, which the worker's own logits processor class alone reads."""
@@ -119,7 +125,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
         InvalidRequest: a field cannot be served here; it is named.
     """
     params, chain = request.params, request.chain
-    prompt, generated = list(request.prompt_token_ids), list(request.generated_token_ids)
+    prompt, generated = list(request.prompt_token_ids), request.generated_token_ids
     check_refused(params, REFUSED)
     if params.logprobs_mode != "raw":
         raise InvalidRequest("sampling_params.logprobs_mode", "vLLM reports raw ones only, as it is started here")
@@ -140,8 +146,7 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
         return NativeRequest(fields | _native(params, random), ends)
     if chain is not None:
         begin(chain, request)
-        _refuse_backtracking(chain)
-        _refuse_companion(chain)
+        refuse_embedded_only(chain, "vLLM")
     context = Context(Vocabulary(served.vocab_size), ends, params.seed or 0, max_tokens=params.max_tokens)
     late = is_drawn or is_beyond
     try:
@@ -150,10 +155,10 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
             params, chain, prompt, context, extra, by_sampler=SAMPLER & served.native, late=late
         )
         if is_drawn:
-            chain = chain or _empty(context, prompt)
+            chain = chain or empty_chain(context, prompt)
             chain.add([SeededSampler(params.seed, request.choice)], last=True)
         if chain is not None and generated:
-            _resume(chain, prompt, generated)
+            resume(chain, request, "vLLM")
     except ProcessorFailed as error:
         raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
     if chain is not None and served.is_parallel:
@@ -226,32 +231,3 @@ def _fields(params: SamplingParams, ends: frozenset[int], num_replayed: int) -> 
         "prompt_logprobs": None if num_replayed else params.prompt_logprobs,
         "detokenize": False,
     }
-
-
-def _refuse_backtracking(chain: ProcessorChain) -> None:
-    if chain.backtracks:
-        names = ", ".join(member.name for member in chain.members if member.record.rollbacks is not None)
-        problem = f"holds {names}, which takes tokens back, and vLLM cannot; use the embedded engine"
-        raise InvalidRequest("sampling_params.logits_processor", problem)
-
-
-def _refuse_companion(chain: ProcessorChain) -> None:
-    if chain.companion is not None:
-        problem = f"holds {chain.companion.name}, which needs a second row of logits, and vLLM computes one"
-        raise InvalidRequest("sampling_params.logits_processor", f"{problem}; use the embedded engine")
-
-
-def _empty(context: Context, prompt: Sequence[int]) -> ProcessorChain:
-    chain = ProcessorChain([], context)
-    chain.start(prompt)
-    return chain
-
-
-def _resume(chain: ProcessorChain, prompt: list[int], generated: Sequence[int]) -> None:
-    """Replay the answer so far of a migrated request."""
-    if chain.observes_logits:
-        names = ", ".join(member.name for member in chain.members if member.processor.observes_logits)
-        problem = f"{names} cannot go on after a migration: vLLM shows no logits to replay on"
-        raise InvalidRequest("sampling_params.logits_processor", problem)
-    if chain.receipt.mode != "migrated" or chain.tokens != [*prompt, *generated]:
-        chain.start(prompt, generated, mode="migrated")

@@ -29,6 +29,7 @@ from worker.engines.weights import (
     WeightVersion,
     WrongState,
     digest_of_update,
+    exclusive,
 )
 from worker.errors import EngineBroken, ServingError, one_line
 from worker.models.problems import ModelFileError
@@ -103,15 +104,13 @@ class VllmWeights:
 
     async def update_weights(self, source: Path | memoryview, name: str | None, mode: PauseMode) -> Updated:
         """See `UpdatesWeights.update_weights`."""
-        async with self._exclusive():
+        async with exclusive(self._lock):
             with _own_copy() as directory:
                 await asyncio.to_thread(_copy, source, directory)
                 began_s = time.perf_counter()
                 field = "model_path" if isinstance(source, Path) else "body"
                 digests = await asyncio.to_thread(self._checked, directory, field)
-                number = self._version.number + 1
-                digest = digest_of_update("", digests.items())
-                version = WeightVersion(number, str(number) if name is None else name, digest, name is not None)
+                version = self._version.following(digest_of_update("", digests.items()), name)
                 if not self._is_paused:
                     await self._hold(mode)
                 await self._load(directory)
@@ -119,14 +118,14 @@ class VllmWeights:
                 if not self._is_paused:
                     await self._llm.resume_generation()
             seconds = time.perf_counter() - began_s
-            logger.info("weights: version %s, update %d, in %.2f s", version.name, number, seconds)
+            logger.info("weights: version %s, update %d, in %.2f s", version.name, version.number, seconds)
             return Updated(version, len(digests), seconds)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it."""
         if mode == "abort" and self._lock.locked():
             await self.abort_all()
-        async with self._exclusive(waits=mode == "abort"):
+        async with exclusive(self._lock, waits=mode == "abort"):
             if self._is_paused and mode == "finish":
                 await self._llm.resume_generation()  # what it has kept
             if not self._is_paused or mode != "keep":
@@ -135,7 +134,7 @@ class VllmWeights:
 
     async def resume(self) -> None:
         """See `UpdatesWeights.resume`."""
-        async with self._exclusive():
+        async with exclusive(self._lock):
             self._is_paused = False
             await self._llm.resume_generation()
 
@@ -208,11 +207,6 @@ class VllmWeights:
         if not bool(rounded.isfinite().all()):
             raise WeightsRefused(f"tensor {name}: holds a number that is infinite or not a number in {self._dtype}")
         return sha256(rounded.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:32]  # may have no dimension
-
-    def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
-        if self._lock.locked() and not waits:
-            raise WrongState("an update or a pause is under way")
-        return self._lock
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from worker.errors import StartupError
@@ -130,6 +130,11 @@ class Database:
         """Give the directory back."""
         self.connection.close()
         os.close(self._lock)
+
+
+def sql_list(texts: Sequence[str]) -> str:
+    """A list of texts for SQL; none of them has a quotation mark."""
+    return "('" + "', '".join(texts) + "')"
 
 
 def unusable(directory: Path, error: Exception) -> StartupError:

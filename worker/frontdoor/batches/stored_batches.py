@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from worker.frontdoor.batches.database import Database
+from worker.frontdoor.batches.database import Database, sql_list
 from worker.frontdoor.batches.objects import (
     FINISHED,
     UNFINISHED,
@@ -64,12 +64,12 @@ class StoredBatches:
         now = int(self._now())
         with self._database.transaction() as connection:
             connection.execute(
-                f"DELETE FROM batches WHERE owner = ? AND status IN {_in(FINISHED)} AND number <="
+                f"DELETE FROM batches WHERE owner = ? AND status IN {sql_list(FINISHED)} AND number <="
                 " (SELECT number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
                 (owner, owner, MOST_KEPT - 1),
             )
             (unfinished,) = connection.execute(
-                f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {_in(UNFINISHED)}", (owner,)
+                f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {sql_list(UNFINISHED)}", (owner,)
             ).fetchone()
             if unfinished >= MOST_UNFINISHED:
                 problem = f"{MOST_UNFINISHED} batches have not ended; wait for one, or cancel it"
@@ -127,7 +127,7 @@ class StoredBatches:
     def unfinished(self) -> list[StoredBatch]:
         """The batches of all clients that have not ended, the oldest first."""
         rows = self._database.connection.execute(
-            f"SELECT * FROM batches WHERE status IN {_in(UNFINISHED)} ORDER BY number"
+            f"SELECT * FROM batches WHERE status IN {sql_list(UNFINISHED)} ORDER BY number"
         )
         return [batch_of(row) for row in rows]
 
@@ -147,7 +147,7 @@ class StoredBatches:
         with self._database.transaction() as connection:
             row = connection.execute(
                 f"UPDATE batches SET {', '.join(f'{name} = ?' for name in values)}"
-                f" WHERE id = ? AND status IN {_in(origins)} RETURNING *",
+                f" WHERE id = ? AND status IN {sql_list(origins)} RETURNING *",
                 (*values.values(), batch_id),
             ).fetchone()
         return None if row is None else batch_of(row)
@@ -205,12 +205,7 @@ class StoredBatches:
         """Delete the batches that ended more than `KEPT_S` ago."""
         with self._database.transaction() as connection:
             connection.execute(
-                f"DELETE FROM batches WHERE status IN {_in(FINISHED)}"
+                f"DELETE FROM batches WHERE status IN {sql_list(FINISHED)}"
                 " AND coalesce(completed_at, failed_at, expired_at, cancelled_at) <= ?",
                 (int(self._now()) - KEPT_S,),
             )
-
-
-def _in(statuses: Sequence[Status]) -> str:
-    """A list of statuses for SQL."""
-    return "('" + "', '".join(statuses) + "')"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from worker.frontdoor.batches.database import Database
+from worker.frontdoor.batches.database import Database, sql_list
 from worker.frontdoor.batches.objects import INPUT, UNFINISHED, Page, StoredFile, file_of
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.values import printable
@@ -141,7 +141,7 @@ class StoredFiles:
         with self._database.transaction() as connection:
             self.get(owner, file_id)
             reader = connection.execute(
-                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_UNFINISHED}", (file_id,)
+                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {sql_list(UNFINISHED)}", (file_id,)
             ).fetchone()
             if reader is not None:
                 problem = f"{file_id} is the input of {reader['id']}, which has not ended; cancel the batch first"
@@ -187,7 +187,7 @@ class StoredFiles:
         with self._database.transaction() as connection:
             expired = connection.execute(
                 "DELETE FROM files WHERE expires_at <= ? AND id NOT IN"
-                f" (SELECT input_file_id FROM batches WHERE status IN {_UNFINISHED}) RETURNING id",
+                f" (SELECT input_file_id FROM batches WHERE status IN {sql_list(UNFINISHED)}) RETURNING id",
                 (int(self._now()),),
             ).fetchall()
         for row in expired:
@@ -202,9 +202,6 @@ class StoredFiles:
         for path in (*self._directory.iterdir(), *self.incoming.iterdir()):
             if path.name not in known and _OWN.fullmatch(path.name) and path.is_file():
                 path.unlink()
-
-
-_UNFINISHED = "('" + "', '".join(UNFINISHED) + "')"
 
 
 def _sync(path: Path) -> None:

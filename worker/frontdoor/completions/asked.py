@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from worker.frontdoor import field_checks
+from worker.frontdoor import field_checks, values
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
 from worker.frontdoor.returned_tokens import Returned
 from worker.frontdoor.translated import is_zero
-from worker.frontdoor.values import shown
 from worker.sampling import MAX_LOGPROBS
 
 MAX_COMPLETION_LOGPROBS = 5
@@ -57,22 +56,22 @@ class Asked:
     def completion(cls, fields: Body) -> Asked:
         """A completion. Raises `FieldRefused` for a field that is read here."""
         logprobs = _count("logprobs", fields, MAX_COMPLETION_LOGPROBS)
-        is_streamed, n = _flag("stream", fields), fields.get("n")
+        is_streamed, n = values.truth("stream", fields.get("stream")), fields.get("n")
         returned, prompts = Returned.of(fields), _prompts(fields.get("prompt"))
         if returned.extra and len(prompts) > 1:
             raise FieldRefused("nvext.extra_fields", f"{min(returned.extra)} needs one prompt, got {len(prompts)}")
-        nvext = fields.get("nvext")
+        echo, nvext = values.truth("echo", fields.get("echo")), fields.get("nvext")
         if isinstance(nvext, dict) and nvext.get("token_data") is not None:
             if len(prompts) > 1:
                 raise FieldRefused("nvext.token_data", f"needs one prompt, got {len(prompts)}")
-            if _flag("echo", fields):
+            if echo:
                 raise FieldRefused("echo", "cannot be given beside nvext.token_data; give the ids as prompt")
         own = {name: value for name, value in fields.items() if name not in _READ_HERE}
         return cls(
             fields=returned.request(own),
             returned=returned,
             prompts=prompts,
-            echo=_flag("echo", fields),
+            echo=echo,
             logprobs=logprobs,
             prompt_logprobs=num_prompt_logprobs(fields),
             is_scored_only=is_zero(fields.get("max_tokens")),
@@ -111,18 +110,9 @@ def num_prompt_logprobs(fields: Body) -> int | None:
     return _count("prompt_logprobs", fields, MAX_LOGPROBS)
 
 
-def _flag(name: str, fields: Body) -> bool:
-    value = fields.get(name)
-    if value is not None and type(value) is not bool:
-        raise FieldRefused(name, f"must be true or false, got {shown(value)}")
-    return bool(value)
-
-
 def _count(name: str, fields: Body, most: int) -> int | None:
     value = fields.get(name)
-    if value is not None and (type(value) is not int or not 0 <= value <= most):
-        raise FieldRefused(name, f"must be an integer from 0 to {most}, got {shown(value)}")
-    return value
+    return None if value is None else values.integer(name, value, 0, most)
 
 
 def _usage(fields: Body, is_streamed: bool) -> bool:
@@ -131,8 +121,6 @@ def _usage(fields: Body, is_streamed: bool) -> bool:
         return False
     if not is_streamed:
         raise FieldRefused("stream_options", "needs stream: true")
-    if not isinstance(options, dict):
-        raise FieldRefused("stream_options", f"must be an object, got {shown(options)}")
     field_checks.stream_options(options, fields)
     if options.get("continuous_usage_stats"):
         problem = "is not supported beside echo, logprobs, prompt_logprobs and max_tokens: 0"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
-from worker.frontdoor.asking import Caller
+from worker.frontdoor.asking import Caller, Part
 from worker.frontdoor.chat_stream import AnswerFailed, chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
@@ -130,7 +129,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
 
     async def follow(index: int, answer: PromptAnswer) -> None:
         async with limit:
-            own = _Part(caller, index * asked.num_choices)
+            own = Part(caller, index * asked.num_choices)
             chunks = chat(own, asked.request(asked.prompts[index]), path=COMPLETIONS)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -145,11 +144,3 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return usage_of_prompts([answer.usage for answer in answers])
-
-
-class _Part:
-    """A `Caller` for some of the choices; the first has the id that its client chose."""
-
-    def __init__(self, caller: Caller, num_before: int) -> None:
-        self.door = caller.door
-        self.request = replace(caller.request, num_before=num_before)

@@ -28,7 +28,7 @@ def extend(logprobs: dict[str, list[Any]], more: Mapping[str, Sequence[Any]]) ->
 def by_text(token: str, logprob: float | None, alternatives: Alternatives) -> dict[str, float | None]:
     """An entry of ``top_logprobs``: the token itself, then its alternatives.
 
-    Of tokens with the same text it has the likeliest: parts of characters look alike.
+    Of tokens with the same text it has the most likely one's: parts of characters look alike.
 
     Args:
         token: Text of the token that is there.
@@ -147,8 +147,9 @@ def _alternatives(top: Any) -> list[tuple[str, float]]:
 def _exact(token: str, value: float | None, others: Sequence[tuple[str, float]]) -> tuple[str, float | None]:
     """Text and log probability of a token as they are among its alternatives, if it is one of them.
 
-    Elsewhere the frontend rounds the number, so that the likeliest token would seem to be none of
-    them; and the text of a token that is part of a character depends on what came together with it.
+    Elsewhere the frontend rounds the number, so that the most likely token would seem to be none
+    of them; and the text of a token that is part of a character depends on what came together with
+    it.
     """
     if value is None:
         return token, None

@@ -128,7 +128,7 @@ def _blocks(path: str, content: Any, known: Sequence[str]) -> list[tuple[str, Ob
     if isinstance(content, str):
         return [(path, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise FieldRefused(path, f"must be a text or a list of blocks, got {values.kind_of(content)}")
+        raise FieldRefused(path, f"must be a text or a list of blocks, got {values.shown(content)}")
     found = []
     for i, each in enumerate(content):
         block = values.object_of(f"{path}[{i}]", each)

@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from adapters.vocabulary import ReasoningTokens
+from worker.engines import LEAST_LOGPROB
 from worker.frontdoor.completions.openai_logprobs import HIDDEN
 from worker.frontdoor.openengine.body import AskedAnswer
 from worker.frontdoor.openengine.thinking import Part, ThinkingSplit
-from worker.requests.prompt_scores import LEAST_LOGPROB, TokenText
+from worker.requests.prompt_scores import TokenText
 
 Chunk = Mapping[str, Any]
 """A chunk of `worker.runtimes.direct`, with its text."""

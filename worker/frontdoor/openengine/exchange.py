@@ -18,7 +18,7 @@ from adapters.vocabulary import ReasoningTokens
 from worker.engines.images import FIELD as IMAGES
 from worker.errors import InvalidRequest, shown
 from worker.frontdoor import http
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error
 from worker.frontdoor.exchange import encoded, server_sent
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.openengine.answer import AnswerForm
@@ -31,9 +31,10 @@ from worker.frontdoor.openengine.workers import Metadata, Workers
 from worker.frontdoor.request_ids import DYNAMO_ID, REQUEST_ID
 from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.rewriting import AT_ONCE
+from worker.requests.fields import SEED_BITS
 from worker.runtimes.direct.answer import ChoiceText
 from worker.runtimes.direct.pictures import picture_places
-from worker.runtimes.direct.request import SEED_BITS, DirectRequest
+from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine.request import CLIENT_METADATA
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ async def answer(engines: Engines, request: Request, writer: asyncio.StreamWrite
         await answering.fail(Refused(400, TOO_DEEP))
     except Exception:  # the request's boundary
         logger.exception("a request failed")
-        await answering.fail(Refused(500, "internal error", kind="server_error"))
+        await answering.fail(internal_error())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
-from worker.frontdoor.errors import Refused
+from worker.frontdoor.errors import Refused, internal_error
 from worker.frontdoor.responses.generation import Generation, as_sent
 from worker.frontdoor.responses.outputs import Event
 from worker.frontdoor.responses.response import Response
@@ -82,7 +82,7 @@ class BackgroundRun:
             self._take(answer.cancelled())
         except Exception:  # the request's boundary
             logger.exception("a background response failed")
-            self._take(answer.failed(Refused(500, "internal error", kind="server_error")))
+            self._take(answer.failed(internal_error()))
 
     def _end(self) -> None:
         if not self._generation.answer.is_over:  # it was cancelled before it began

@@ -38,8 +38,7 @@ def top_logprobs(value: Any, body: Body) -> None:
 
 def metadata(value: Any, body: Body) -> None:
     """Refuse metadata that OpenAI's API refuses."""
-    if not isinstance(value, dict):
-        raise FieldRefused("metadata", f"must be an object, got {shown(value)}")
+    values.object_of("metadata", value)
     if len(value) > 16:
         raise FieldRefused("metadata", f"must have at most 16 pairs, got {len(value)}")
     for key, each in value.items():
@@ -99,10 +98,8 @@ def text_config(value: Any, body: Body) -> None:
     wanted = given.get("format")
     if wanted is None:
         return
-    if not isinstance(wanted, dict):
-        raise FieldRefused("text.format", f"must be an object, got {shown(wanted)}")
-    kind = kind_at("text.format.type", wanted.get("type"), FORMATS)
-    values.object_within("text.format", wanted, kind.keys)
+    kind = kind_at("text.format.type", values.object_of("text.format", wanted).get("type"), FORMATS)
+    values.keys_within("text.format", wanted, kind.keys)
     if kind.name == "json_schema":
         values.text("text.format.name", wanted.get("name"))
         if not isinstance(wanted.get("schema"), dict):

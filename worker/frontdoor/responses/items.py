@@ -67,10 +67,8 @@ def input_items(value: Any, found: Found) -> list[PlacedItem]:
 
 
 def _placed(path: str, item: Any, found: Found) -> PlacedItem:
-    if not isinstance(item, dict):
-        raise FieldRefused(path, f"must be an object, got {shown(item)}")
-    kind = kind_at(f"{path}.type", _type_of(item), ITEMS)
-    values.object_within(path, item, kind.keys)
+    kind = kind_at(f"{path}.type", _type_of(values.object_of(path, item)), ITEMS)
+    values.keys_within(path, item, kind.keys)
     if kind.name == "item_reference":
         stored = found(values.text(f"{path}.id", item.get("id")))
         if stored is None:
@@ -118,14 +116,12 @@ def _message(path: str, item: Mapping[str, Any]) -> Item:
 
 
 def _part(path: str, part: Any, allowed: Sequence[str]) -> Item:
-    if not isinstance(part, dict):
-        raise FieldRefused(path, f"must be an object, got {shown(part)}")
-    kind = kind_at(f"{path}.type", part.get("type"), PARTS)
+    kind = kind_at(f"{path}.type", values.object_of(path, part).get("type"), PARTS)
     if kind.name not in allowed:
         problem = f"must be {' or '.join(allowed)} here, got {kind.name}"
         where = "; pictures are parts of a user's message" if kind.name == PICTURE else ""
         raise FieldRefused(f"{path}.type", problem + where)
-    values.object_within(path, part, kind.keys)
+    values.keys_within(path, part, kind.keys)
     if kind.name == PICTURE:
         return _picture(path, part)
     values.text(f"{path}.{_text_key(part)}", part.get(_text_key(part)))

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor import values
-from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.responses.checks import refuse_unless
 from worker.frontdoor.responses.kinds import TOOL_CHOICES, TOOLS, kind_at
-from worker.frontdoor.values import shown
 
 Tool = dict[str, Any]
 _CHAT_ALLOWED = "tool_choice.allowed_tools"
@@ -47,10 +45,8 @@ def chat_tools(tools: Any, choice: Any) -> tuple[dict[str, Any], Mapping[str, st
 
 
 def _function(path: str, tool: Any) -> Tool:
-    if not isinstance(tool, dict):
-        raise FieldRefused(path, f"must be an object, got {shown(tool)}")
-    kind = kind_at(f"{path}.type", tool.get("type"), TOOLS)
-    values.object_within(path, tool, kind.keys)
+    kind = kind_at(f"{path}.type", values.object_of(path, tool).get("type"), TOOLS)
+    values.keys_within(path, tool, kind.keys)
     refuse_unless(
         f"{path}.allowed_callers", tool.get("allowed_callers"), ([], ["direct"]), "tools are called by the model alone"
     )

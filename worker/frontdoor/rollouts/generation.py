@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.frontdoor.returned_tokens import Body, joined_versions, taken_data
-from worker.frontdoor.summaries import Source, reply_of
+from worker.frontdoor.summaries import served_models
 from worker.frontdoor.translated import is_zero
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS, TOP_LOGPROBS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, RANK, TOKEN_IDS, TOP, TRAIN_KEYS
@@ -127,20 +126,16 @@ async def served_model(caller: Caller, named: Any, path: str = "model") -> str:
         path: Name of the field.
 
     Raises:
-        Refused: it is no name, several are served and none is named, or the frontend does not say.
+        Refused: it is no name, several are served and none is named, none is served, or the
+            frontend does not say.
     """
     if named is not None:
         if not isinstance(named, str) or not named:
             raise FieldRefused(path, "must be the name of a model that is served")
         return named
-    source = Source(caller.door.upstreams.in_turn(), "/v1/models", "The frontend")
-    reply = await reply_of(caller.door.upstreams, source)
-    try:
-        names = [str(one["id"]) for one in json.loads(reply.body)["data"]] if reply.status == 200 else None
-    except (ValueError, KeyError, TypeError):
-        names = None
+    names = list(await served_models(caller.door.upstreams))
     if not names:
-        raise Refused(503, "the frontend does not say which models it serves", kind="server_error")
+        raise Refused(503, "the frontend serves no model", kind="server_error")
     if len(names) > 1:
         raise FieldRefused(path, f"must be one of {', '.join(names)}: several are served")
     return names[0]

@@ -11,8 +11,8 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import stream_options
 from worker.frontdoor.returned_tokens import Body
 from worker.frontdoor.rollouts.sglang_request import DEFAULTS as SGLANG_DEFAULTS
-from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, flag
-from worker.frontdoor.values import keys_within, shown
+from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names
+from worker.frontdoor.values import integer, object_of, object_within, shown, truth
 from worker.sampling import MAX_LOGPROBS
 
 DEFAULTS: Body = {name: value for name, value in SGLANG_DEFAULTS.items() if name != "max_tokens"}
@@ -100,9 +100,7 @@ def read(fields: Body) -> InferenceRequest:
     """The request. Raises `FieldRefused`, with vLLM's name of the field."""
     check_names(fields, dict.fromkeys(HONOURED), REFUSED, "")
     check_ids("token_ids", fields.get("token_ids"))
-    params = fields.get("sampling_params")
-    if not isinstance(params, dict):
-        raise FieldRefused("sampling_params", f"must be an object, got {shown(params)}")
+    params = object_of("sampling_params", fields.get("sampling_params"))
     check_names(params, dict.fromkeys(SAMPLING), _SAMPLING_REFUSED, "sampling_params.")
     top, scores = (_count(params, name) for name in ("logprobs", "prompt_logprobs"))
     given = {name: value for name, value in params.items() if name in SAMPLING and value is not None}
@@ -119,7 +117,7 @@ def read(fields: Body) -> InferenceRequest:
         raise FieldRefused("output_mode", f"must be tokens or text, got {shown(mode)}")
     if mode == "text" and top is not None:
         raise FieldRefused("sampling_params.logprobs", "have ids, which output_mode text does not; use tokens")
-    streams, options = flag(fields, "stream"), fields.get("stream_options")
+    streams, options = truth("stream", fields.get("stream")), fields.get("stream_options")
     if options is not None:
         if not streams:
             raise FieldRefused("stream_options", "needs stream: true")
@@ -136,7 +134,7 @@ def read(fields: Body) -> InferenceRequest:
         top=top,
         num_scores=scores,
         has_text=mode == "text",
-        has_prompt=flag(fields, "return_token_ids"),
+        has_prompt=truth("return_token_ids", fields.get("return_token_ids")),
         streams=streams,
         has_usage=bool((options or {}).get("include_usage")),
     )
@@ -144,12 +142,7 @@ def read(fields: Body) -> InferenceRequest:
 
 def _count(params: Body, name: str) -> int | None:
     value = params.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        problem = f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(value)}"
-        raise FieldRefused(f"sampling_params.{name}", problem)
-    return value
+    return None if value is None else integer(f"sampling_params.{name}", value, 0, MAX_LOGPROBS)
 
 
 def _guide(given: Any) -> Body:
@@ -157,9 +150,7 @@ def _guide(given: Any) -> Body:
     path = "sampling_params.structured_outputs"
     if given is None:
         return {}
-    if not isinstance(given, dict):
-        raise FieldRefused(path, f"must be an object, got {shown(given)}")
-    keys_within(path, given, (*_GUIDES, "json_object", "structural_tag"))
+    object_within(path, given, (*_GUIDES, "json_object", "structural_tag"))
     wanted = {name: value for name, value in given.items() if value not in (None, False)}
     if "structural_tag" in wanted:
         raise FieldRefused(f"{path}.structural_tag", "is not supported here; name the processor in logits_processors")

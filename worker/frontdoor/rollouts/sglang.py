@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from worker.engines.weights import ABORTED
-from worker.frontdoor.asking import Caller
+from worker.frontdoor.asking import Caller, Part
 from worker.frontdoor.completions.handler import AT_ONCE
 from worker.frontdoor.completions.prompt_scores import PromptScores
 from worker.frontdoor.errors import FieldRefused, Refused
@@ -69,7 +68,7 @@ async def _together(exchange: Exchange, batch: SglangBatch, model: str) -> Async
 
     async def follow(number: int, request: SglangRequest) -> None:
         before = sum(one.num_choices for one in batch.requests[:number])
-        async with limit, aclosing(_answers(_Part(exchange, before), request, model, batch)) as answers:
+        async with limit, aclosing(_answers(Part(exchange, before), request, model, batch)) as answers:
             async for index, answer in answers:
                 await queue.put((before + index, answer))
 
@@ -109,14 +108,6 @@ async def _answers(
                     yield index, await form.answer(index, generated, time.monotonic() - started)
     except Refused as refused:
         raise renamed(refused, request.names) from None
-
-
-class _Part:
-    """A `Caller` for some of the choices; the first has the id that its client chose."""
-
-    def __init__(self, exchange: Exchange, num_before: int) -> None:
-        self.door = exchange.door
-        self.request = replace(exchange.request, num_before=num_before)
 
 
 class _Form:

@@ -12,8 +12,8 @@ from worker.frontdoor.chat_prompt import check_ids
 from worker.frontdoor.completions.asked import MAX_PROMPTS
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.returned_tokens import Body
-from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, flag, integer
-from worker.frontdoor.values import printable, shown
+from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names, integer
+from worker.frontdoor.values import object_of, printable, shown, truth
 from worker.sampling import MAX_LOGPROBS
 
 DEFAULTS: Body = {
@@ -162,8 +162,8 @@ def read(fields: Body) -> SglangBatch:
     return SglangBatch(
         requests=requests,
         is_batch=several,
-        streams=flag(fields, "stream"),
-        has_texts=flag(fields, "return_text_in_logprobs"),
+        streams=truth("stream", fields.get("stream")),
+        has_texts=truth("return_text_in_logprobs", fields.get("return_text_in_logprobs")),
         model=fields.get("model") if fields.get("lora_path") is None else fields["lora_path"],
     )
 
@@ -203,9 +203,7 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
     for name in _PER_PROMPT if index is not None else ():
         if isinstance(own.get(name), list):
             own[name] = own[name][index]
-    params = {} if own.get("sampling_params") is None else own["sampling_params"]
-    if not isinstance(params, dict):
-        raise FieldRefused("sampling_params", f"must be an object, got {shown(params)}")
+    params = object_of("sampling_params", {} if own.get("sampling_params") is None else own["sampling_params"])
     check_names(params, SAMPLING, _SAMPLING_REFUSED, "sampling_params.")
     given = {SAMPLING[name]: value for name, value in params.items() if value is not None and name in SAMPLING}
     completion = {**DEFAULTS, **given, "prompt": prompt}
@@ -213,7 +211,7 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
     for name in ("extra_key", "logits_processors"):
         if own.get(name) is not None:
             completion[HONOURED[name]] = own[name]
-    wants = flag(own, "return_logprob")
+    wants = truth("return_logprob", own.get("return_logprob"))
     start = integer(own, "logprob_start_len", -1, 2**31, -1)
     top = integer(own, "top_logprobs_num", 0, MAX_LOGPROBS, 0)
     if top and (completion["temperature"] not in (0, 1) or _names_other_temperature(own.get("logits_processors"))):

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.errors import path_within
+from worker.frontdoor import values
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_types import is_one_of
-from worker.frontdoor.values import printable, shown
+from worker.frontdoor.values import printable
 
 TEXT_ONLY = "this worker serves text only"
 
@@ -56,21 +57,7 @@ def renamed(refused: Refused, names: Mapping[str, str]) -> Refused:
     return refused
 
 
-def flag(fields: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """A field that is true or false. Raises `FieldRefused`."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if type(value) is not bool:
-        raise FieldRefused(name, f"must be true or false, got {shown(value)}")
-    return value
-
-
 def integer(fields: Mapping[str, Any], name: str, low: int, high: int, default: int) -> int:
     """A field with an integer. Raises `FieldRefused`."""
     value = fields.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or not low <= value <= high:
-        raise FieldRefused(name, f"must be an integer from {low} to {high}, got {shown(value)}")
-    return value
+    return default if value is None else values.integer(name, value, low, high)

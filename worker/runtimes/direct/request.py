@@ -14,7 +14,7 @@ from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES
 from worker.errors import InvalidRequest, path_within, shown
-from worker.requests.fields import boolean, stop_strings, text
+from worker.requests.fields import SEED_BITS, boolean, stop_strings, text
 from worker.runtimes.direct.contents import answered, fitted
 from worker.runtimes.direct.openai_fields import with_objects
 from worker.runtimes.direct.pictures import add_pictures, taken_out, told_path
@@ -24,8 +24,6 @@ PROMPTS = ("messages", "prompt", "token_ids")
 
 OWN_FIELDS = (*PROMPTS[:2], "chat_template_args", "tools", "logits_processors", "text")
 """Fields that requests from Dynamo do not have."""
-
-SEED_BITS = 53
 
 
 @dataclass(frozen=True, slots=True)

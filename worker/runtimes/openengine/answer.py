@@ -6,8 +6,9 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from worker.engines import LEAST_LOGPROB
 from worker.requests.continuation import COMPUTED_WITH
-from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
+from worker.requests.prompt_scores import END_TOKEN, PROMPT_LOGPROBS, PROMPT_TOKENS, TokenText
 from worker.requests.receipts import CHANNEL
 from worker.requests.response import STOP_STRING, STOP_TOKEN
 from worker.requests.rollout import ABORT, ROLLOUT

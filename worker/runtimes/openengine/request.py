@@ -129,13 +129,11 @@ class Asked:
         prompt_scores_from: Index of the first token of the prompt whose log probability is wanted,
             None if none is.
         num_prompt_candidates: Candidates wanted per token of the prompt.
-        num_candidates: Candidates wanted per token of an answer.
     """
 
     message: dict[str, Any]
     prompt_scores_from: int | None
     num_prompt_candidates: int
-    num_candidates: int
 
 
 def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) -> Asked:
@@ -168,9 +166,8 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
     _read_guide(request.guided, message)
     _read_extra(request.extra, message)
     scores = request.response
-    output = _candidates(scores, "output")
     prompt = _candidates(scores, "prompt")
-    _put(message, FIELDS["response.output_candidates"], output)
+    _put(message, FIELDS["response.output_candidates"], _candidates(scores, "output"))
     _put(message, FIELDS["response.prompt_candidates"], prompt)
     if scores.HasField("prompt_logprob_start") and prompt is None:
         raise InvalidRequest("response.prompt_logprob_start", "needs return_prompt_logprobs")
@@ -179,7 +176,7 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
     if hints.priority:
         _put(message, "routing.priority", hints.priority)
     first = None if prompt is None else scores.prompt_logprob_start
-    return Asked(message, first, prompt or 0, output or 0)
+    return Asked(message, first, prompt or 0)
 
 
 def renamed(error: InvalidRequest, request: wire.GenerateRequest) -> InvalidRequest:

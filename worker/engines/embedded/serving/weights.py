@@ -36,6 +36,7 @@ from worker.engines.weights import (
     WeightVersion,
     WrongState,
     digest_of_update,
+    exclusive,
 )
 from worker.errors import EngineBroken, ServingError, StartupError
 from worker.models.problems import ModelFileError
@@ -95,7 +96,7 @@ class WeightControl:
 
     async def update_weights(self, source: Path | memoryview, name: str | None, mode: PauseMode) -> Updated:
         """See `UpdatesWeights.update_weights`."""
-        async with self._exclusive():
+        async with exclusive(self._lock):
             if self._level:
                 raise WrongState("the engine sleeps; wake it first")
             weights = [await asyncio.to_thread(_read, source, self._updates.ignored)]
@@ -130,7 +131,7 @@ class WeightControl:
         """
         if mode == "abort" and (self._lock.locked() or self.weights_state != "serving"):
             self._streams.abort_all()
-        async with self._exclusive(waits=mode == "abort"):
+        async with exclusive(self._lock, waits=mode == "abort"):
             state = self.weights_state
             if state == "serving" or (state == "paused" and mode == "finish"):
                 await self._hold(mode)
@@ -138,7 +139,7 @@ class WeightControl:
 
     async def resume(self) -> None:
         """See `UpdatesWeights.resume`."""
-        async with self._exclusive():
+        async with exclusive(self._lock):
             if self.weights_state in ("asleep", "needs_weights"):
                 raise WrongState(REASONS[self.weights_state])
             self._is_paused = False
@@ -154,7 +155,7 @@ class WeightControl:
 
     async def sleep(self, level: int) -> None:
         """See `UpdatesWeights.sleep`; requests in flight go on when it wakes."""
-        async with self._exclusive():
+        async with exclusive(self._lock):
             if self._config.role != "aggregated":
                 raise NotSupported("a worker of disaggregated serving cannot sleep: others read its memory")
             if self._level or not self._model.has_network:
@@ -170,7 +171,7 @@ class WeightControl:
         """See `UpdatesWeights.wake`; weights that were dropped are read from the checkpoint again,
         unless an update has changed them, or somebody the checkpoint.
         """
-        async with self._exclusive():
+        async with exclusive(self._lock):
             if not self._level:
                 raise WrongState("the engine does not sleep")
             lacking = await self._lacking()
@@ -229,11 +230,10 @@ class WeightControl:
         stepper.change_weights(lambda: self._model.replace_network(network), version)
 
     def _next_version(self, given: Given, name: str | None) -> WeightVersion:
-        number = self._version.number + 1
         digests = self._digests | dict(given.digests)
         is_whole = digests.keys() >= self._updates.shapes.keys()
         digest = digest_of_update("" if is_whole else self._base.digest, digests.items())
-        return WeightVersion(number, str(number) if name is None else name, digest, name is not None)
+        return self._version.following(digest, name)
 
     async def _hold(self, mode: PauseMode) -> None:
         """Compute nothing, once what `mode` says has become of requests in flight."""
@@ -247,11 +247,6 @@ class WeightControl:
         """Compute again, if nothing stands against it."""
         if self.weights_state == "serving":
             await self._call(Stepper.open_gate)
-
-    def _exclusive(self, *, waits: bool = False) -> asyncio.Lock:
-        if self._lock.locked() and not waits:
-            raise WrongState("an update or a pause is under way")
-        return self._lock
 
     async def _call(self, work: Callable[[Stepper], T], *, when_drained: bool = False) -> T:
         """Result of `work`, called by the step thread between two steps; not before every request

@@ -66,7 +66,7 @@ class BatchAnswerer:
     async def _answer_once(self, running: RunningRequest) -> None:
         request, message = running.request, running.message
         if await self._storage.has_result(request):
-            await self._storage.acknowledge(running.message)  # the last time only this was lost
+            await self._storage.acknowledge(message)  # the last time only this was lost
             return
         failures = message.metadata.num_delivered - 1
         if failures:

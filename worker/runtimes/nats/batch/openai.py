@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any
 
 from adapters.client import from_openai_logit_bias
+from worker.engines import LEAST_LOGPROB
 from worker.errors import InvalidRequest, ServingError, path_within, shown
-from worker.requests.prompt_scores import END_TOKEN, LEAST_LOGPROB, TokenText
+from worker.requests.prompt_scores import END_TOKEN, TokenText
 from worker.runtimes.direct.openai_fields import guide_of, places
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.layout import URLS, QueuedRequest, request_digest
@@ -285,7 +286,7 @@ def _of_completion(entries: Iterable[Message], hides: Iterable[bool], end: int) 
     and `end` is its length.
 
     A token that is part of a character begins where that does. Of alternatives with the same text
-    there is the likeliest.
+    there is the most likely one's.
     """
     decoder, length = getincrementaldecoder("utf-8")("replace"), 0
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -20,7 +20,7 @@ class ChoiceAnswer:
     Attributes:
         text: Text of the answer, empty if none was asked for.
         token_ids: Generated tokens.
-        finish_reason: ``stop``, ``length`` or ``cancelled``.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``cancelled``.
         log_probs: Log probability of each token, if they were asked for.
     """
 
