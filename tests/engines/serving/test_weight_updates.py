@@ -581,7 +581,7 @@ async def test_an_update_without_memory_is_refused(sources: list[Path], tmp_path
     os.truncate(update, 8 + len(header) + 2**30)  # takes no room on the disk
     async with running(sources[0]) as engine:
         before = await ask(engine, "before", PROMPT, 4)
-        with full_memory(2**29), pytest.raises(WeightsRefused, match="no memory for the new weights beside .* bytes"):
+        with full_memory(2**29), pytest.raises(WeightsRefused, match=r"no memory for the new weights beside .* bytes"):
             await weights_of(engine).update_weights(update, None, "keep")
         assert weights_of(engine).weights_state == "serving"
         assert (await ask(engine, "after", PROMPT, 4)).tokens == before.tokens
