@@ -86,7 +86,8 @@ class Upload:
         """Take the next bytes.
 
         Raises:
-            Refused: 507, the disk has no room; 500, it has an error; 503, too many uploads come, all of them faster.
+            Refused: 507, the disk has no room; 500, it has an error; 503, too many uploads come,
+                all of them faster.
         """
         assert self._file is not None
         rest = memoryview(part)
