@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import queue
+import resource
 import select
 import signal
 import socket
