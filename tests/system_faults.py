@@ -1,4 +1,4 @@
-"""Faults of the system that a process can have for itself: no descriptors, a full disk, no memory."""
+"""Faults of the system that a process can have for itself: no descriptors, disk or memory."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from system_faults import full_disk
 from safetensors.torch import load_file, save
+from system_faults import full_disk
 
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm import VllmConfig
@@ -185,7 +185,7 @@ async def test_weights_without_room_are_refused(model: Path, tmp_path: Path, mon
     shared.rmdir()
     shared.touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(WeightsRefused, match="cannot be copied to .*none: No such file or directory$"):
+    with pytest.raises(WeightsRefused, match=r"cannot be copied to .*none: No such file or directory$"):
         await weights.update_weights(memoryview(content), None, "keep")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert (await weights.update_weights(memoryview(content), None, "keep")).version.number == 1
