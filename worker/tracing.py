@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_S = 3.0
-"""Longest wait for a collector that does not answer, also at the end of the process, seconds."""
+"""Longest wait for a collector that does not answer, seconds."""
+
+CLOSE_S = EXPORT_TIMEOUT_S + 1.0
+"""Longest wait for a collector at the end of the process, seconds."""
 
 PROVIDER = "dynamo"
 OPERATION = "text_completion"

@@ -37,6 +37,9 @@ HEADER = struct.Struct("<I")
 NICE = 10
 """Niceness of the process and its children: the engine on the same cores has priority."""
 
+CANNOT_BEGIN = 1 << 8
+"""Wait status of a child that exited with 1, before it compiled."""
+
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -130,9 +133,12 @@ class _Children:
             os.kill(self._pids[job_id], signal.SIGKILL)
 
     def _start(self, job_id: int, message: dict[str, Any]) -> None:
-        reader, writer = os.pipe()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            reader, writer, pid = _forked()
+        except OSError:  # no process, descriptor or memory: as of a child that could not begin
+            self._channel.sendall(frame({"id": job_id, "status": CANNOT_BEGIN, "result": None}))
+            return
         if pid == 0:
             _child(parent, writer, lambda: self._channel.close(), self._tokenizer, message)
         os.close(writer)
@@ -151,6 +157,17 @@ class _Children:
         data = bytes(self._results.pop(job_id))
         result = json.loads(data) if data and status == 0 else None
         self._channel.sendall(frame({"id": job_id, "status": status, "result": result}))
+
+
+def _forked() -> tuple[int, int, int]:
+    """Both ends of a pipe to a new child, and its process id, 0 in the child. Raises `OSError`."""
+    reader, writer = os.pipe()
+    try:
+        return reader, writer, os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        raise
 
 
 def _received(channel: socket.socket) -> bytes:

@@ -36,6 +36,9 @@ request of the batch waits with it, and none of their tokens would reach a clien
 busy machine a worker may not read for a second.
 """
 
+ACCEPT_PAUSE_S = 0.1
+"""Seconds until the next attempt to accept a connection, once no descriptor was left for one."""
+
 
 class Sender:
     """This process's connections to side channels by path, opened at the first message."""
@@ -150,7 +153,12 @@ class SideChannel:
         self._listener.bind(self.path)
         self._listener.listen(128)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener, self.poll)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Accept connections as they come, unless it has been closed."""
+        if self._listener is not None and self._loop is not None:
+            self._loop.add_reader(self._listener, self.poll)
 
     @property
     def path(self) -> str:
@@ -184,6 +192,11 @@ class SideChannel:
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is left: it waits, and the listener counts as readable
+                logger.warning("the side channel cannot accept a connection: %s", error.strerror or error)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
                 return
             connection.setblocking(False)
             self._connections.append(connection)

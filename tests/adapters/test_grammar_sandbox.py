@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import select
 import signal
 import socket
@@ -70,6 +71,7 @@ def multiple_of(divisor: int) -> str:
 
 
 GOOD = regex("[a-z]{1,8}")
+OTHER = regex("[0-9]{1,8}")
 SLOW = multiple_of(99999989)
 ENDLESS: dict[str, Any] = {"timeout_s": FOREVER_S, "memory_bytes": 4 << 30}
 """Limits that `SLOW` does not reach while a test runs."""
@@ -190,9 +192,25 @@ def test_a_wall_clock_timeout_does_not_blame_the_grammar() -> None:
 def test_a_child_that_cannot_begin_does_not_blame_the_grammar() -> None:
     """As where the system has no thread left; a stack of one byte is refused by each."""
     with GrammarSandbox(tables, stack_bytes=1) as sandbox:
-        with pytest.raises(SandboxBusy, match="starts no thread"):
+        with pytest.raises(SandboxBusy, match="starts no process or thread"):
             sandbox.submit(GOOD).result(100)
         assert sandbox.counts == {"busy": 1}
+
+
+def test_a_child_that_cannot_be_forked_ends_no_other(patient: GrammarSandbox) -> None:
+    """Nor the process, which would have to be started again, with the system as it is."""
+    bomb = patient.submit(SLOW, "bomb")
+    assert patient.submit(GOOD).result(100).outcome == "compiled"
+    pid = patient.pid
+    assert pid is not None
+    while not any(child.cpu_times().user > 0.5 for child in children(patient)):  # which no level ends any more
+        time.sleep(0.05)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with pytest.raises(SandboxBusy, match="starts no process or thread"):
+        patient.submit(OTHER).result(100)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert patient.submit(OTHER).result(100).outcome == "compiled"
+    assert (patient.pid, patient.num_restarts, bomb.done()) == (pid, 0, False)
 
 
 def test_a_full_queue_refuses_at_once() -> None:

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from system_faults import no_descriptors
 
 from adapters import Failure, create_trtllm_adapters
 from adapters.chain import ProcessorChain
@@ -79,6 +80,20 @@ async def run(target, adapter) -> int | None:
 
 
 @pytest.mark.slow
+async def test_a_process_without_descriptors_rests(caplog: pytest.LogCaptureFixture) -> None:
+    """A connection that cannot be accepted stays readable; its messages are read once it can be."""
+    async with Worker() as worker:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            with no_descriptors():
+                client.connect(worker.channel.path)
+                await asyncio.sleep(0.5)
+            assert 1 <= caplog.text.count("cannot accept a connection: Too many open files") <= 6
+            message = {"request_id": "a", "position": 3, "edits": [], "seconds": [], "logprobs": None}
+            client.send(json.dumps(message).encode())
+            await asyncio.wait_for(worker.something.wait(), 60)
+        assert worker.steps == [("a", Step(3, (), (), None))]
+
+
 async def test_a_failure_in_another_process_has_the_workers_request_id() -> None:
     async with Worker() as worker:
         (adapter,) = create_trtllm_adapters([raises], end_id=3, report=worker.channel.reporter("req-é-1"))

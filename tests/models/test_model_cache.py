@@ -73,6 +73,17 @@ def test_a_file_that_is_replaced_meanwhile_is_not_kept(
     assert not list((tmp_path / "cache").glob("*/*"))
 
 
+def test_a_file_that_becomes_shorter_is_an_error(file: Path, tmp_path: Path) -> None:
+    """And no end of the process, which may serve: an update of its weights converts files, too."""
+
+    def say(line: str) -> None:
+        os.truncate(file, file.stat().st_size // 2)
+
+    with pytest.raises(StartupError, match=r"it has become shorter while it was read: tensor .* lies beyond its end"):
+        convert_gguf(file, tmp_path / "cache", say)
+    assert not list((tmp_path / "cache").glob("*/*"))
+
+
 def test_processes_that_start_together_convert_once(file: Path, tmp_path: Path) -> None:
     digest = convert_gguf(file, tmp_path / "first", lambda line: None).parent.name
     cache = tmp_path / "cache"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -97,10 +100,63 @@ async def test_what_is_no_whole_backup_is_refused(kept: tuple[Path, str], tmp_pa
             (directory / MANIFEST).write_text(broken)
             assert "is no whole backup" in await refusal()
         (directory / MANIFEST).write_text(manifest)
-        meta = json.loads((directory / queue / META).read_text())
-        meta["config"]["retention"] = "no such thing"
-        (directory / queue / META).write_text(json.dumps(meta))
-        await refusal()  # by the server, for the last stream
+        text = (directory / queue / META).read_text()
+        (directory / queue / META).write_text(text.replace('"max_age": 0', '"max_age": 9'))
+        assert "was altered after the backup" in await refusal()
+        (directory / queue / META).write_text(text.replace("workqueue", "no such thing"))
+        sealed = hashlib.sha256(content + (directory / queue / META).read_bytes()).hexdigest()
+        (directory / MANIFEST).write_text(json.dumps({**json.loads(manifest), queue: sealed}))
+        assert "no such thing" in await refusal()  # by the server, for the last stream
+
+
+async def test_no_altered_byte_is_restored(kept: tuple[Path, str], tmp_path: Path) -> None:
+    """Of any file: a queue with other limits, or a batch less, would lose requests in silence."""
+    directory, _ = kept
+    rng = Random(0)
+    async with new_server(tmp_path / "other") as (_, client):
+        for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            for _ in range(8):
+                at, bit = rng.randrange(len(content)), 1 << rng.randrange(8)
+                path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+                with pytest.raises(ConfigurationError, match=r"altered|no whole backup"):
+                    await restore(client, directory, nothing)
+            path.write_bytes(content)
+        assert await names(client) == set()
+
+
+async def test_two_batches_do_not_become_one(kept: tuple[Path, str], tmp_path: Path) -> None:
+    """Ids that clients choose may differ in one character, which a flipped bit makes the same."""
+    directory, queue = kept
+    digests = json.dumps({f"{queue}2": "of another", **json.loads((directory / MANIFEST).read_text())})
+    (directory / MANIFEST).write_text(digests.replace(f"{queue}2", queue, 1))
+    async with new_server(tmp_path / "other") as (_, client):
+        with pytest.raises(ConfigurationError, match=r"no whole backup: .*occurs twice"):
+            await restore(client, directory, nothing)
+
+
+async def test_a_command_that_cannot_say_it_names_what(tmp_path: Path) -> None:
+    """And what is done all the same: the id of a batch is nowhere else."""
+    async with new_server(tmp_path / "server") as (server, client):
+        (tmp_path / "lines").write_text("\n".join(mixed_lines(2)))
+        record = await BatchStore(client).submit(mixed_lines(2), "said")
+
+        async def said(output: str, *arguments: str) -> tuple[int | None, str]:
+            command = [sys.executable, "-m", "worker.runtimes.nats.batch.command", *arguments, "--nats-url", server.url]
+            with Path(output).open("w") as stdout:
+                process = await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=asyncio.subprocess.PIPE)
+                _, errors = await process.communicate()
+            return process.returncode, errors.decode()
+
+        full = "standard output: No space left on device\n"
+        assert await said("/dev/full", "status", record.id) == (2, f"dlw-batch: error: {full}")
+        code, error = await said("/dev/full", "submit", "--model", "said", str(tmp_path / "lines"))
+        submitted = error.removeprefix("dlw-batch: error: ").partition(" is submitted; ")[0]
+        assert (code, error) == (2, f"dlw-batch: error: {submitted} is submitted; {full}")
+        assert (await BatchStore(client).status(submitted)).record.num_requests == 2
+        missing = tmp_path / "none" / "results"
+        code, error = await said("/dev/null", "results", record.id, "-o", str(missing))
+        assert (code, error) == (2, f"dlw-batch: error: {missing}: No such file or directory\n")
 
 
 async def test_nothing_is_written_over(kept: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:

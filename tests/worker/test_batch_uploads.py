@@ -12,6 +12,7 @@ from batch_services import form
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from system_faults import no_descriptors
 
 from worker.frontdoor import uploads as uploads_module
 from worker.frontdoor.batches import multipart
@@ -243,6 +244,16 @@ def test_an_upload_has_time_for_its_size(tmp_path: Path) -> None:
     upload.free()
 
 
+def test_what_is_no_full_disk_is_not_called_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    uploads = room(tmp_path, 100, [0.0])
+    with no_descriptors(), pytest.raises(Refused) as refused:
+        uploads.begin(_never)
+    assert (refused.value.status, refused.value.code) == (500, "storage_failed")
+    assert "its log says why" in refused.value.message
+    assert "Too many open files" in caplog.text
+    uploads.begin(_never).free()
+
+
 def test_a_full_disk_refuses_the_upload_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = room(tmp_path, 100, [0.0])
     upload = uploads.begin(_never)
@@ -255,6 +266,7 @@ def test_a_full_disk_refuses_the_upload_alone(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(Refused) as refused:
             upload.add(b"x")
     assert refused.value.status == 507
+    assert refused.value.code == "insufficient_storage"
     upload.free()
     other = uploads.begin(_never)
     other.add(b"x")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from system_faults import no_descriptors
 
 from worker.runtimes import file_discovery
 from worker.runtimes.file_discovery import FileEntries, Guard, entries_of, keep_registered
@@ -188,6 +189,33 @@ async def test_a_directory_that_is_gone_is_no_end(
     await asyncio.wait([keeping])
 
 
+async def test_a_fault_is_said_once_and_is_no_end(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where there is no thread for the look: entries of a worker that serves stay."""
+    monkeypatch.setattr(file_discovery, "CHECK_S", 0.001)
+    before, attempts = contents(store), 0
+
+    async def no_thread(*_: object) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise RuntimeError("can't start new thread")
+
+    entries = FileEntries(store, INSTANCE)
+    entries.check()
+    guard = Guard()
+    guard.add(entries.paths)
+    monkeypatch.setattr(file_discovery, "Guard", lambda: guard)
+    monkeypatch.setattr(asyncio, "to_thread", no_thread)
+    keeping = asyncio.create_task(keep_registered(entries, lambda: False))
+    while attempts < 5:
+        await asyncio.sleep(0.001)
+    assert caplog.text.count("cannot be checked") == 1
+    assert contents(store) == before
+    keeping.cancel()
+    await asyncio.wait([keeping])
+
+
 DIES = """
 import sys
 from pathlib import Path
@@ -217,15 +245,28 @@ def test_what_is_guarded_is_removed_when_its_process_is_killed(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_a_guard_that_was_killed_is_an_error(tmp_path: Path) -> None:
+def test_a_guard_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.write_text("entry")
     others, guard = psutil.Process().children(), Guard()
-    guard.add([tmp_path / "one"])
+    guard.add(paths[:1])
     (shell,) = set(psutil.Process().children()) - set(others)
     shell.kill()
     shell.wait(60)
-    with pytest.raises(OSError):
-        guard.add([tmp_path / "two"])
+    guard.add(paths[1:])
     guard.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_guard_begins_once_there_are_descriptors(tmp_path: Path) -> None:
+    path, guard = tmp_path / "one", Guard()
+    path.write_text("entry")
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        guard.add([path])
+    guard.add([path])
+    guard.close()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("backend", ["etcd", "kubernetes", "mem"])

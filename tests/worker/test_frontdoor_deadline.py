@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.frontdoor.deadline import RESOLUTION_S, WaitingProtocol
+from worker.frontdoor.deadline import GRACE_S, RESOLUTION_S, WaitingProtocol
 
 
 class Timer:
@@ -115,3 +115,23 @@ def test_a_timer_that_rings_a_little_early_is_not_set_again() -> None:
     loop.now = 1.0 - RESOLUTION_S / 2
     timer.callback()
     assert len(waiting.late_at) == 1
+
+
+def stopped(loop: Loop, seconds: float) -> None:
+    """The process is stopped for so long; then the first timer that is due rings."""
+    loop.now += seconds
+    timer = min(loop.waiting, key=Timer.when)
+    loop.timers.remove(timer)
+    timer.callback()
+
+
+def test_a_process_that_was_stopped_reads_before_it_is_late() -> None:
+    """Its loop may call timers before it looks at what has come."""
+    waiting, loop = connection()
+    waiting._expect(10)
+    stopped(loop, 60)
+    assert waiting.late_at == []
+    waiting._expect(10)
+    stopped(loop, 60)
+    loop.pass_s(GRACE_S)
+    assert waiting.late_at == [120 + GRACE_S]

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from ports import free_port
 from prometheus_client import CollectorRegistry
+from system_faults import no_descriptors
 
 from worker.runtimes.direct import probes
 from worker.runtimes.direct.probes import ProbeServer
@@ -55,6 +56,27 @@ async def test_a_client_that_breaks_off_fills_no_log(port: int, capfd: pytest.Ca
     await asyncio.to_thread(break_off)
     assert await asyncio.to_thread(live, port) == 200
     assert capfd.readouterr().err == ""
+
+
+async def test_a_process_without_descriptors_rests(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that cannot be accepted stays readable; it is answered once it can be."""
+    attempts = 0
+    accept = socket.socket.accept
+
+    def counted(listening: socket.socket) -> object:
+        nonlocal attempts
+        attempts += 1
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", counted)
+    with socket.socket() as client:
+        with no_descriptors():
+            client.connect(("127.0.0.1", port))
+            await asyncio.sleep(0.5)
+            assert 1 <= attempts <= 6
+        client.sendall(b"GET /live HTTP/1.0\r\n\r\n")
+        client.settimeout(60)
+        assert b"200 OK" in await asyncio.to_thread(client.recv, 100)
 
 
 async def test_clients_that_say_nothing_are_so_many(port: int) -> None:

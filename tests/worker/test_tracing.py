@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,13 @@ from adapters.client import processor
 from worker.arguments import parse_arguments
 from worker.engines import QueueTimes
 from worker.errors import ConfigurationError
+from worker.lifecycle.drain import InFlightRequests
+from worker.metrics import WorkerMetrics
 from worker.request_log import RequestEntry
 from worker.sampling import SamplingParams
+from worker.server.reports import RequestReports
 from worker.tiny_model import write_tiny_model
-from worker.tracing import RequestTracer, check_endpoint, phases, to_endpoint
+from worker.tracing import CLOSE_S, RequestTracer, check_endpoint, phases, to_endpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -158,6 +164,26 @@ async def test_a_transfer_is_a_phase_of_its_own() -> None:
         ("prefill", 11.0, 11.5),
         ("decode", 11.5, 12.5),
     ]
+
+
+async def test_a_collector_that_sends_a_byte_at_a_time_holds_no_end_up() -> None:
+    """Each byte is in time for its library."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"a" * 1000:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.5)
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        reports = RequestReports("model", WorkerMetrics(InFlightRequests()))
+        reports.tracer = to_endpoint(f"http://127.0.0.1:{port}/v1/traces", "model")
+        reports.tracer.ended(RequestEntry(request_id="one"), {})
+        began_s = time.monotonic()
+        await reports.close()
+        assert time.monotonic() - began_s < 2 * CLOSE_S
 
 
 async def test_spans_arrive_at_an_otlp_endpoint() -> None:

@@ -7,6 +7,12 @@ import asyncio
 RESOLUTION_S = 0.001
 """Seconds by which a timer may ring too early."""
 
+STOPPED_S = 1.0
+"""Seconds by which a timer rings too late where the process was stopped, or its machine slept."""
+
+GRACE_S = 1.0
+"""Seconds that what has come meanwhile gets to be read, before a deadline counts as passed."""
+
 
 class WaitingProtocol(asyncio.Protocol):
     """A connection that waits for one thing at a time, and not for ever.
@@ -44,6 +50,8 @@ class WaitingProtocol(asyncio.Protocol):
         left = self._deadline - self._loop.time()
         if left > RESOLUTION_S:
             self._expect(left)
+        elif left < -STOPPED_S:  # the loop calls timers before it looks at sockets
+            self._expect(GRACE_S)
         else:
             self._deadline = None
             self._late()

@@ -6,8 +6,10 @@ Exit 0 after that, 2 for configuration, 1 if it cannot start. A second signal en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -41,6 +43,9 @@ logger = logging.getLogger("worker.frontdoor.main")
 BACKLOG = 1024
 ROOM_OF_FORM = 64 * 1024
 """Bytes of an upload beside its file."""
+
+OTHER_DESCRIPTORS = 32
+"""Descriptors that are no connections': of the event loop, of files and batches, of uploads."""
 
 
 def make_front_door(options: Options, engines: EngineFrontend | None = None) -> FrontDoor:
@@ -133,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (logger, call_formats.logger, logging.getLogger("worker.frontdoor.openengine")):
         each.setLevel(logging.INFO)
     try:
-        options = _with_hub_model(parse_options(argv))
+        options = _with_descriptors(_with_hub_model(parse_options(argv)))
         uvloop.run(serve(options))
     except ConfigurationError as error:
         return _complain(error, 2)
@@ -150,6 +155,24 @@ def _with_hub_model(options: Options) -> Options:
     if name is None or not is_hub_id(name):
         return options
     return replace(options, model_path=str(hub_checkpoint(name, options.revision, logger.info, has_weights=False)))
+
+
+def _with_descriptors(options: Options) -> Options:
+    """The options with no more connections than there are descriptors for, as many as this process
+    may have: each connection may need another one to a frontend.
+
+    Where the system has none left, it would close connections without an answer.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # where the system has a limit below
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = max(1, (limit - OTHER_DESCRIPTORS) // 2)
+    if limit == resource.RLIM_INFINITY or options.max_connections <= most:
+        return options
+    note = "--max-connections is %d, not %d: this process may have %d open files, which ulimit -n sets"
+    logger.warning(note, most, options.max_connections, limit)
+    return replace(options, max_connections=most)
 
 
 def _complain(error: Exception, status: int) -> int:

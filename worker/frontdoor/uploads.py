@@ -7,9 +7,11 @@ millisecond; it is brought to the disk for good, in a thread, once it is kept.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,8 @@ AT_ONCE = 16
 
 RATE = 64 * 1024
 """Bytes per second that an upload must have come at on the whole, once its first time is over."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Uploads:
@@ -50,7 +54,7 @@ class Uploads:
         """An upload of which nothing has come; ``too_slow`` ends its request to make room.
 
         Raises:
-            Refused: 507, the disk has no room.
+            Refused: 507, the disk has no room; 500, it has an error.
         """
         return Upload(self, too_slow)
 
@@ -71,7 +75,7 @@ class Upload:
         self.too_slow = too_slow
         self.path = uploads.directory / secrets.token_hex(16)
         self._file: int | None = None
-        with _room_on_disk():
+        with _errors_of_the_disk():
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.begun_s = uploads.now()
         self._mark = (self.begun_s, 0)  # when it had got on, and how far
@@ -82,11 +86,12 @@ class Upload:
         """Take the next bytes.
 
         Raises:
-            Refused: 507, the disk has no room; 503, too many uploads come, all of them faster.
+            Refused: 507, the disk has no room; 500, it has an error; 503, too many uploads come,
+                all of them faster.
         """
         assert self._file is not None
         rest = memoryview(part)
-        with _room_on_disk():
+        with _errors_of_the_disk():
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         self.num_bytes += len(part)
@@ -124,15 +129,20 @@ class Upload:
 
 
 @contextlib.contextmanager
-def _room_on_disk() -> Iterator[None]:
+def _errors_of_the_disk() -> Iterator[None]:
     """Errors of the disk as a refusal of the one request that met them."""
     try:
         yield
     except OSError as error:
-        raise no_room(error) from None
+        raise unwritable(error) from None
 
 
-def no_room(error: Exception) -> Refused:
+def unwritable(error: Exception) -> Refused:
     """The refusal of a request for which the disk, or the database, has no room, or an error."""
-    logger.warning("an upload cannot be kept: %s", error)
-    return Refused(507, "the disk has no room for the upload", kind="server_error", code="insufficient_storage")
+    logger.warning("files and batches cannot be written: %s", error)
+    is_full = isinstance(error, OSError) and error.errno in _FULL
+    if is_full or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        problem = "the server's disk has no room for files and batches"
+        return Refused(507, problem, kind="server_error", code="insufficient_storage")
+    problem = "the server's disk does not take files and batches; its log says why"
+    return Refused(500, problem, kind="server_error", code="storage_failed")

@@ -8,18 +8,19 @@ vocabulary. Blocks of weights are dequantised by gguf-py.
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.models.problems import ModelFileError, shown
+from worker.models.regular_files import open_regular
 
 if TYPE_CHECKING:
     from gguf.constants import GGMLQuantizationType
@@ -167,7 +168,9 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file, or several that are parts of one model.
+    """A GGUF file, or several that are parts of one model.
+
+    Nothing is mapped: a process ends where it reads a mapped file that has become shorter.
 
     Args:
         path: The file; of several the first, whose name ends with ``-00001-of-00003.gguf``.
@@ -183,7 +186,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._data: list[mmap.mmap] = []
+        self._paths: list[Path] = []
         self.metadata, self.tensors = self._open(path)
         count = self.metadata.integer("split.count", 1, least=0)
         if count <= 1:
@@ -206,18 +209,18 @@ class GgufFile:
             raise GgufError(f"split.tensors.count must be the {len(self.tensors)} tensors of all parts, got {expected}")
 
     def _open(self, path: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             if file.read(len(MAGIC)) != MAGIC:
                 raise GgufError("not a GGUF file: it does not begin with GGUF")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        try:
-            metadata, tensors = _Header(data, len(self._data)).read()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
-            raise GgufError(f"its header is damaged or cut off ({error})") from None
+            try:
+                metadata, tensors = _Header(file, size, len(self._paths)).read()
+            except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+                raise GgufError(f"its header is damaged or cut off ({error})") from None
         for tensor in tensors.values():
-            if tensor.start + tensor.num_rows * tensor.row_bytes > len(data):
+            if tensor.start + tensor.num_rows * tensor.row_bytes > size:
                 raise GgufError(f"it is cut off: tensor {tensor.name} lies beyond its end")
-        self._data.append(data)
+        self._paths.append(path)
         return metadata, tensors
 
     def tensor(self, name: str) -> GgufTensor:
@@ -227,20 +230,25 @@ class GgufFile:
         return self.tensors[name]
 
     def rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
-        """The numbered rows of a tensor in that order, ``[n, shape[-1]]`` at a time."""
+        """The numbered rows of a tensor in that order, ``[n, shape[-1]]`` at a time; raises as
+        `packed_rows`.
+        """
         from gguf.quants import dequantize
 
         return (dequantize(packed, tensor.kind) for packed in self.packed_rows(tensor, rows))
 
     def packed_rows(self, tensor: GgufTensor, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint8]]:
-        """`rows` in the file's own blocks, bytes ``[n, row_bytes]`` at a time."""
-        size = tensor.num_rows * tensor.row_bytes
-        packed = np.frombuffer(self._data[tensor.part], np.uint8, size, tensor.start).reshape(
-            tensor.num_rows, tensor.row_bytes
-        )
+        """`rows` in the file's own blocks, bytes ``[n, row_bytes]`` at a time.
+
+        Raises:
+            GgufError: the file has become shorter meanwhile.
+            OSError: it cannot be read.
+        """
         step = max(1, CHUNK_VALUES // tensor.shape[-1])
-        for first in range(0, len(rows), step):
-            yield packed[rows[first : first + step]]
+        with open_regular(self._paths[tensor.part]) as file:
+            for first in range(0, len(rows), step):
+                some = rows[first : first + step]
+                yield _read_rows(file, tensor, int(some.min()), int(some.max()) + 1)[some - some.min()]
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
         """A whole tensor, for small ones."""
@@ -271,11 +279,26 @@ def parts_of(path: Path, count: int | None = None) -> list[Path]:
     return [path.with_name(f"{named[1]}-{part:05}-of-{total:05}{named[4]}") for part in range(1, total + 1)]
 
 
-class _Header:
-    """Reads from the beginning of the file on. Raises `struct.error` where it ends too early."""
+def _read_rows(file: BinaryIO, tensor: GgufTensor, first: int, stop: int) -> npt.NDArray[np.uint8]:
+    """Consecutive rows of a tensor, bytes ``[stop - first, row_bytes]``."""
+    file.seek(tensor.start + first * tensor.row_bytes)
+    data = file.read((stop - first) * tensor.row_bytes)
+    if len(data) < (stop - first) * tensor.row_bytes:
+        raise GgufError(f"it has become shorter while it was read: tensor {tensor.name} lies beyond its end")
+    return np.frombuffer(data, np.uint8).reshape(stop - first, tensor.row_bytes)
 
-    def __init__(self, data: mmap.mmap, part: int) -> None:
-        self._data, self._part = data, part
+
+class _Header:
+    """Reads from behind the magic number on. Raises `struct.error` where it ends too early.
+
+    Args:
+        file: The file, of which the magic number has been read.
+        size: Bytes of the file.
+        part: See `GgufTensor`.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, part: int) -> None:
+        self._file, self._size, self._part = file, size, part
         self._at = len(MAGIC)
 
     def read(self) -> tuple[Metadata, dict[str, GgufTensor]]:
@@ -305,17 +328,23 @@ class _Header:
             raise GgufError(f"its header is damaged: it says that there are {count} {what}, {most} at most are read")
         return int(count)
 
+    def _take(self, size: int) -> bytes:
+        """The next bytes."""
+        self._at += size
+        data = self._file.read(size) if self._at <= self._size else b""
+        if len(data) < size:
+            raise struct.error("it ends too early")
+        return data
+
+    def _unpacked(self, form: str) -> tuple[Any, ...]:
+        """The next numbers, in the standard sizes of `struct`."""
+        return struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
+
     def _number(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
-        self._at += struct.calcsize(code)
-        return value
+        return self._unpacked(code)[0]
 
     def _text(self) -> str:
-        length = self._number("Q")
-        if length > len(self._data) - self._at:
-            raise struct.error("a text that is longer than the file")
-        self._at += length
-        return self._data[self._at - length : self._at].decode("utf-8")
+        return self._take(self._number("Q")).decode("utf-8")
 
     def _value(self, key: str, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -326,9 +355,7 @@ class _Header:
             raise GgufError(f"its metadata holds a value of unknown type {kind}: {shown(key)}")
         of, count = self._number("I"), self._count(f"items of {shown(key)}", MAX_ITEMS)
         if of in _SCALARS:
-            values = struct.unpack_from(f"<{count}{_SCALARS[of]}", self._data, self._at)
-            self._at += struct.calcsize(f"<{count}{_SCALARS[of]}")
-            return list(values)
+            return list(self._unpacked(f"{count}{_SCALARS[of]}"))
         return [self._value(key, of, depth + 1) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:

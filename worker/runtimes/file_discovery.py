@@ -155,15 +155,20 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._known: set[Path] = set()
+        self._paths: dict[Path, None] = {}  # in order
+        self._told: set[Path] = set()  # those that the shell knows
         self._shell: subprocess.Popen[bytes] | None = None
 
     def add(self, paths: Iterable[Path]) -> None:
-        """Remove these too. Raises `OSError` if there is no shell any more."""
-        new = [path for path in paths if path not in self._known]
+        """Remove these too. Raises `OSError` if no shell can be told of them; the next call tries
+        again.
+        """
+        self._paths.update(dict.fromkeys(paths))
+        if self._shell is not None and self._shell.poll() is not None:  # it was killed
+            self._drop_shell(self._shell)
+        new = [path for path in self._paths if path not in self._told]
         if not new:
             return
-        self._known.update(new)
         if self._shell is None:
             self._shell = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD],
@@ -177,7 +182,15 @@ class Guard:
         assert self._shell.stdin is not None
         self._shell.stdin.write(b"".join(os.fsencode(path) + b"\n" for path in new))
         self._shell.stdin.flush()
-        logger.info("%d entries of discovery are removed when this process ends", len(self._known))
+        self._told.update(new)
+        logger.info("%d entries of discovery are removed when this process ends", len(self._told))
+
+    def _drop_shell(self, shell: subprocess.Popen[bytes]) -> None:
+        """Have another one, which is told of all paths."""
+        self._shell, self._told = None, set()
+        assert shell.stdin is not None
+        with contextlib.suppress(OSError):  # of what it has not read
+            shell.stdin.close()
 
     def close(self) -> None:
         """Remove them now. Idempotent."""
@@ -194,15 +207,18 @@ async def keep_registered(entries: FileEntries, is_leaving: Callable[[], bool]) 
         entries: Entries of the instance.
         is_leaving: Whether it shuts down, so that its entries are removed for good.
     """
-    guard = Guard()
+    guard, problem = Guard(), ""
     try:
         while not is_leaving():
             try:
                 lost = await asyncio.to_thread(entries.check)
                 await asyncio.to_thread(guard.add, entries.paths)
-            except OSError as error:
-                logger.warning("the registration cannot be checked: %s", error)
+            except (OSError, RuntimeError) as error:  # a full disk, no descriptor, no thread: until there is one again
+                if str(error) != problem:
+                    logger.warning("the registration cannot be checked: %s", error)
+                problem = str(error)
             else:
+                problem = ""
                 if lost:
                     logger.warning("registered again: entries were removed as those of a dead worker")
             await asyncio.sleep(CHECK_S)

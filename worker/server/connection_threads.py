@@ -5,9 +5,11 @@ come and say nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 import threading
+import time
 from http.server import HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -16,6 +18,13 @@ MOST_WAITING = 64
 """Connections that may wait for their requests. Each takes a thread and a descriptor of a process
 that also serves a model.
 """
+
+ACCEPT_PAUSE_S = 0.1
+"""Seconds until the next attempt to accept a connection for which the system had no room: it stays
+in the queue, which counts as readable.
+"""
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionThreads(ThreadingMixIn, HTTPServer):
@@ -30,6 +39,15 @@ class ConnectionThreads(ThreadingMixIn, HTTPServer):
         self._waiting: dict[socket.socket, None] = {}  # the one that has waited for longest first
         self._lock = threading.Lock()
         super().__init__(*args, **kwargs)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. Raises `OSError` if there is none, or no room for it."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                time.sleep(ACCEPT_PAUSE_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin to answer a connection."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 
 from worker.arguments import Arguments
+from worker.engines.daemon_threads import done_in_time
 from worker.errors import (
     BoundaryStoreUnavailable,
     Draining,
@@ -23,7 +25,7 @@ from worker.errors import (
 from worker.metrics import WorkerMetrics
 from worker.request_log import RequestEntry, RequestLog
 from worker.requests.response import ResponseBuilder
-from worker.tracing import RequestTracer, to_endpoint
+from worker.tracing import CLOSE_S, RequestTracer, to_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -103,4 +105,5 @@ class RequestReports:
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
         if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close)
+            with contextlib.suppress(TimeoutError):  # a collector that sends a byte now and then
+                await done_in_time("otlp-end", self.tracer.close, CLOSE_S)

@@ -111,7 +111,7 @@ class Jobs:
         if number == signal.SIGKILL:  # the system's out-of-memory killer: this process kills removed jobs only
             self.fail(job, SandboxBusy("the system has no memory to compile it"))
         elif not number and status:  # before it compiled: the grammar has no part in that
-            self.fail(job, SandboxBusy("the system starts no thread to compile it"))
+            self.fail(job, SandboxBusy("the system starts no process or thread to compile it"))
         else:
             self._resolve(job, self.limits.verdict(number, result))
 

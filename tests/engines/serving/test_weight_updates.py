@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import mmap
+import os
 import random
 import tempfile
 import weakref
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from lora_adapters import ALL_TARGETS, linear_layers, write_adapter
 from quantised_checkpoints import K_TYPES, WIDE, stored_in
 from random_checkpoints import TYPES, write
+from system_faults import full_memory
 from third_party_checkpoints import write as write_third_party
 from weight_runs import Answer, Tensors, as_bytes, ask, config, copy_with, running, tensors_of, weights_of
 
@@ -570,6 +573,21 @@ async def test_an_update_that_a_gpu_has_no_room_for_is_refused(tmp_path: Path, m
         assert (await ask(engine, "after", PROMPT, 4)).tokens == before.tokens
 
 
+async def test_an_update_without_memory_is_refused(sources: list[Path], tmp_path: Path) -> None:
+    """The weights that serve go on."""
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [2**28], "data_offsets": [0, 2**30]}}).encode()
+    update = tmp_path / "large.safetensors"
+    update.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(update, 8 + len(header) + 2**30)  # takes no room on the disk
+    async with running(sources[0]) as engine:
+        before = await ask(engine, "before", PROMPT, 4)
+        with full_memory(2**29), pytest.raises(WeightsRefused, match=r"no memory for the new weights beside .* bytes"):
+            await weights_of(engine).update_weights(update, None, "keep")
+        assert weights_of(engine).weights_state == "serving"
+        assert (await ask(engine, "after", PROMPT, 4)).tokens == before.tokens
+        assert (await weights_of(engine).update_weights(sources[1], None, "keep")).version.number == 1
+
+
 class NoGraphs:
     """As much of CUDA graphs as a step asks for."""
 
@@ -600,13 +618,21 @@ async def test_it_wakes_with_memory_for_kv_or_sleeps_on(sources: list[Path], mon
         assert (await ask(engine, "after", PROMPT, 4)).tokens == answer.tokens
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: Error code 12"),
+        MemoryError("no memory for 8 rows of 64 elements"),
+    ],
+)
 async def test_it_wakes_with_memory_for_weights_or_sleeps_on(
-    sources: list[Path], monkeypatch: pytest.MonkeyPatch
+    error: Exception, sources: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sleep that goes on holds no memory, that of the KV cache among it."""
 
     def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     async with running(sources[0]) as engine:
         model, given = model_of(engine), list[KvStore]()
@@ -615,7 +641,7 @@ async def test_it_wakes_with_memory_for_weights_or_sleeps_on(
         with monkeypatch.context() as patch:
             patch.setattr(weights, "reload_network", refuse)
             patch.setattr(KvStore, "give_back", lambda store: given.append(store))
-            with pytest.raises(WrongState, match=r"cannot wake: no memory for its weights \(CUDA out of memory"):
+            with pytest.raises(WrongState, match=r"cannot wake: no memory for its weights \("):
                 await weights_of(engine).wake()
         assert weights_of(engine).weights_state == "asleep"
         assert given == [model.kv_store]

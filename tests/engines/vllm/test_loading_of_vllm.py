@@ -22,13 +22,13 @@ from fake_vllm import FakeLlm, package
 
 from worker.engines import StopsLoading
 from worker.engines.vllm import VllmConfig, VllmEngine
-from worker.engines.vllm.socket_directory import SocketDirectory, remove_abandoned
+from worker.engines.vllm.owned_directory import OwnedDirectory, remove_abandoned
 from worker.errors import StartupError
 
 FOLDER = Path(__file__).resolve().parents[3] / "worker" / "engines" / "vllm"
 OWNER = (
-    "import time; from socket_directory import SocketDirectory; "
-    "print(SocketDirectory().path, flush=True); time.sleep(600)"
+    "import time; from owned_directory import OwnedDirectory; "
+    "print(OwnedDirectory('dlw-vllm-').path, flush=True); time.sleep(600)"
 )
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -93,9 +93,9 @@ def test_directories_of_killed_workers_are_removed(tmp_path: Path, monkeypatch: 
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in paths)
     workers[0].send_signal(signal.SIGKILL)
     workers[0].wait()
-    made = SocketDirectory()
+    made = OwnedDirectory("dlw-vllm-")
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "dlw-vllm-of-another", made.path, paths[1]])
-    remove_abandoned(tmp_path)
+    remove_abandoned(tmp_path, "dlw-vllm-")
     assert made.path.exists()
     made.close()
     made.close()

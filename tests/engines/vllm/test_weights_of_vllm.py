@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from system_faults import full_disk
 
 from worker.engines.request_table import RequestTable
 from worker.engines.vllm import VllmConfig
+from worker.engines.vllm import weights as vllm_weights
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.weights import VllmWeights
 from worker.engines.weights import PauseMode, WeightsRefused, WrongState
@@ -163,6 +168,53 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
     assert broken == ["an update of vLLM's weights failed: a rank has no memory"]
     assert weights.weight_version.number == 0
     assert llm.asked == ["pause keep", "load_weights_from"]  # nothing is computed with what is half loaded
+
+
+async def test_weights_without_room_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, whose /dev/shm has 64 MB; the next update is taken once there is room."""
+    monkeypatch.setattr(vllm_weights, "_SHARED_MEMORY", shared := tmp_path / "shm")
+    shared.mkdir()
+    llm = Llm()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", lambda reason: None)
+    content = (model / "model.safetensors").read_bytes()
+    for source in (memoryview(content), model):
+        refusal = rf"^the weights cannot be copied to {shared}: .* --shm-size$"
+        with full_disk(4096), pytest.raises(WeightsRefused, match=refusal):
+            await weights.update_weights(source, None, "keep")
+        assert (llm.asked, list(shared.iterdir())) == ([], [])
+    shared.rmdir()
+    shared.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(WeightsRefused, match=r"cannot be copied to .*none: No such file or directory$"):
+        await weights.update_weights(memoryview(content), None, "keep")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert (await weights.update_weights(memoryview(content), None, "keep")).version.number == 1
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from worker.engines.vllm import weights
+
+weights._SHARED_MEMORY = Path(sys.argv[1])
+with weights._own_copy() as directory:
+    weights._copy(memoryview(b"weights"), directory)
+    print(directory, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_weights_of_a_killed_worker_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take memory for ever."""
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        left = Path(worker.stdout.readline().strip())
+        worker.kill()
+    assert list(tmp_path.iterdir()) == [left]
+    monkeypatch.setattr(vllm_weights, "_SHARED_MEMORY", tmp_path)
+    with vllm_weights._own_copy() as directory:
+        assert list(tmp_path.iterdir()) == [directory]
+    assert not list(tmp_path.iterdir())
 
 
 async def test_a_cache_that_vllm_keeps_is_not_flushed(model: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from worker.engines import KvEventSink
 from worker.engines.vllm.event_relay import EventRelay
-from worker.engines.vllm.socket_directory import SocketDirectory
+from worker.engines.vllm.owned_directory import OwnedDirectory
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class KvEvents:
     """
 
     def __init__(self) -> None:
-        self._directory = SocketDirectory()  # mode 0700: events hold prompts
+        self._directory = OwnedDirectory("dlw-vllm-")  # mode 0700: events hold prompts
         self._task: asyncio.Task[None] | None = None
         path = self._directory.path / "replay"
         if len(os.fsencode(path)) > MAX_PATH:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.engines.request_table import RequestTable
+from worker.engines.vllm.owned_directory import OwnedDirectory
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
 from worker.engines.weights import (
@@ -38,6 +40,7 @@ from worker.models.weight_files import SINGLE, WeightFiles
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _VLLM_MODES = {"keep": "keep", "finish": "wait", "abort": "abort"}
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -211,25 +214,45 @@ class VllmWeights:
 
 @contextmanager
 def _own_copy() -> Iterator[Path]:
-    """A directory in memory that only this worker's processes read, until the end."""
-    parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="weights-", dir=parent) as path:
-        yield Path(path)
+    """A directory in memory that only this worker's processes read, until the end.
+
+    Raises:
+        WeightsRefused: it cannot be made.
+    """
+    root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    try:
+        directory = OwnedDirectory("dlw-weights-", root)
+    except OSError as error:
+        raise _no_room(root, error) from None
+    try:
+        yield directory.path
+    finally:
+        directory.close()
 
 
 def _copy(source: Path | memoryview, directory: Path) -> None:
     """One safetensors file of an update, as it is now. Raises `WeightsRefused`."""
-    if isinstance(source, memoryview):
-        (directory / SINGLE).write_bytes(source)
-        return
     try:
+        if isinstance(source, memoryview):
+            (directory / SINGLE).write_bytes(source)
+            return
         files = [source] if source.is_file() else [source / file for file in WeightFiles(source).files]
         if len(files) == 1:
             shutil.copyfile(files[0], directory / SINGLE)
             return
         _join(files, directory / SINGLE)
-    except (OSError, ModelFileError, SafetensorError) as error:
+    except OSError as error:
+        if isinstance(source, memoryview) or error.errno in _FULL:
+            raise _no_room(directory.parent, error) from None
         raise WeightsRefused(f"model_path: {one_line(error)}") from None
+    except (ModelFileError, SafetensorError) as error:
+        raise WeightsRefused(f"model_path: {one_line(error)}") from None
+
+
+def _no_room(root: Path, error: OSError) -> WeightsRefused:
+    """The refusal of an update of which no copy can be made for vLLM's processes."""
+    cure = "; a container has more with --shm-size" if root == _SHARED_MEMORY else ""
+    return WeightsRefused(f"the weights cannot be copied to {root}: {error.strerror or error}{cure}")
 
 
 def _join(files: list[Path], target: Path) -> None:

@@ -21,7 +21,7 @@ from worker.frontdoor.batches.running_batch import Ask
 from worker.frontdoor.batches.store import Store
 from worker.frontdoor.batches.store_thread import StoreThread
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.uploads import Upload, Uploads, no_room
+from worker.frontdoor.uploads import Upload, Uploads, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def unreadable(error: Exception) -> Refused:
 
 
 @contextlib.contextmanager
-def _errors_of_the_disk(refusal: Callable[[Exception], Refused] = no_room) -> Iterator[None]:
+def _errors_of_the_disk(refusal: Callable[[Exception], Refused] = unwritable) -> Iterator[None]:
     """Errors of the disk as a refusal of the one request that met them."""
     try:
         yield

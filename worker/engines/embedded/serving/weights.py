@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import in_own_thread
 from worker.engines.embedded.host import memory as host_memory
+from worker.engines.embedded.kv_cache.budget import is_out_of_memory
 from worker.engines.embedded.model import HfModel, reload_network
 from worker.engines.embedded.model.checkpoint_files import first_line
 from worker.engines.embedded.model.network import Network
@@ -99,16 +101,18 @@ class WeightControl:
         async with exclusive(self._lock):
             if self._level:
                 raise WrongState("the engine sleeps; wake it first")
-            weights = [await asyncio.to_thread(_read, source, self._updates.ignored)]
-            began_s = time.perf_counter()
-            # popped, so that what was read is freed before the old weights are
-            given = await asyncio.to_thread(in_own_thread, lambda: self._updates.check(weights.pop()))
-            version = self._next_version(given, name)
-            made = [await self._made(given)] if self._updates.is_beside else []
+            with _refusing_out_of_memory():
+                weights = [await asyncio.to_thread(_read, source, self._updates.ignored)]
+                began_s = time.perf_counter()
+                # popped, so that what was read is freed before the old weights are
+                given = await asyncio.to_thread(in_own_thread, lambda: self._updates.check(weights.pop()))
+                version = self._next_version(given, name)
+                made = [await self._made(given)] if self._updates.is_beside else []
             if self.weights_state == "serving":
                 await self._hold(mode)
             try:
-                network = made.pop() if made else await self._made(given)
+                with _refusing_out_of_memory():
+                    network = made.pop() if made else await self._made(given)
                 await self._call(lambda stepper: self._change(stepper, network, version))
                 if not self._updates.is_beside:
                     await asyncio.to_thread(host_memory.free_cycles)  # the old network
@@ -201,7 +205,9 @@ class WeightControl:
             return None
         try:
             network = await asyncio.to_thread(self._reloaded)
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             return f"weights ({first_line(error)})"
         if network is not None:
             await self._call(lambda stepper: self._model.replace_network(network))
@@ -287,6 +293,19 @@ def _read(source: Path | memoryview, ignored: Collection[str]) -> Mapping[str, W
         return read_weights(source, ignored)
     except ModelFileError as error:
         raise WeightsRefused(str(error)) from None
+
+
+@contextlib.contextmanager
+def _refusing_out_of_memory() -> Iterator[None]:
+    """A failed allocation is the refusal of the update that it was for."""
+    try:
+        yield
+        return
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = first_line(error)
+    raise WeightsRefused(f"there is no memory for the new weights beside those that serve ({problem})")
 
 
 def _stop_computing(stepper: Stepper) -> None:

@@ -20,6 +20,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError, NotFoundError
 
+from adapters.strict_json import read_object
 from worker.errors import ConfigurationError
 from worker.runtimes.nats.batch import layout
 
@@ -31,8 +32,9 @@ META, DATA = "backup.json", "stream.tar.s2"
 """A stream's configuration and state, and its contents, as the server's archive."""
 
 MANIFEST = "streams.json"
-"""Names of the streams with the digests of their files; written last, so that it is not in a backup
-that was interrupted."""
+"""Names of the streams, each with one digest of its files; written last, so that it is not in a
+backup that was interrupted.
+"""
 
 _QUEUE = "DLW_BATCH_"
 _RESULTS = f"KV_{layout.results_bucket('')}"
@@ -121,7 +123,7 @@ async def _streams(client: Client) -> set[str]:
 
 
 async def _copy(client: Client, name: str, directory: Path) -> str:
-    """Write a stream into a directory; returns the digest of its contents."""
+    """Write a stream into a directory; returns the digest of its files."""
     inbox, digest = client.new_inbox(), hashlib.sha256()
     async with _subscribed(client, inbox) as chunks:
         asked = {"deliver_subject": inbox, "no_consumers": False, "jsck": False, "chunk_size": CHUNK_BYTES}
@@ -137,8 +139,9 @@ async def _copy(client: Client, name: str, directory: Path) -> str:
             if status != "204":
                 reason = (message.headers or {}).get("Description", "the server gave no reason")
                 raise ConfigurationError(f"{name}: the snapshot has ended early: {status} {reason}")
-    meta = {"config": told["config"], "state": told["state"]}
-    (directory / META).write_text(json.dumps(meta), encoding="utf-8")
+    meta = json.dumps({"config": told["config"], "state": told["state"]}).encode()
+    (directory / META).write_bytes(meta)
+    digest.update(meta)
     return digest.hexdigest()
 
 
@@ -181,12 +184,13 @@ async def _subscribed(client: Client, subject: str) -> AsyncIterator[Any]:
 def _checked(directory: Path) -> dict[str, str]:
     """The streams of a backup whose files are whole, with their digests."""
     try:
-        found: dict[str, str] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        found: dict[str, str] = read_object((directory / MANIFEST).read_bytes())
         for name, digest in found.items():
-            json.loads((directory / name / META).read_text(encoding="utf-8"))
             with (directory / name / DATA).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise ConfigurationError(f"{directory / name / DATA} was altered after the backup")
+                read = hashlib.file_digest(file, "sha256")
+            read.update((directory / name / META).read_bytes())
+            if read.hexdigest() != digest:
+                raise ConfigurationError(f"{directory / name} was altered after the backup")
     except FileNotFoundError as error:
         raise ConfigurationError(f"{directory} is no whole backup: {error.filename} is not there") from None
     except (ValueError, AttributeError) as error:

@@ -18,6 +18,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from tqdm import tqdm
 
+from adapters.standard_output import discard, write
 from worker.arguments.values import positive_seconds
 from worker.errors import ConfigurationError, ServingError, shown
 from worker.runtimes.nats import protocol
@@ -119,7 +120,7 @@ async def _submit(client: Client, options: Any) -> int:
             batch=options.id,
             shown=lambda count: bar.update(count - bar.n),
         )
-    print(record.id)
+    _print(record.id + "\n", f"{record.id} is submitted; ")
     return 0
 
 
@@ -161,7 +162,7 @@ async def _status(client: Client, options: Any) -> int:
     if options.watch:
         await _watch(store, options.batch)
     status = await store.status(options.batch, count_failed=True)
-    print(json.dumps(_as_json(status)))
+    _print(json.dumps(_as_json(status)) + "\n")
     return 0 if status.state == "completed" and not status.num_failed else 1
 
 
@@ -210,9 +211,9 @@ async def _results(client: Client, options: Any) -> int:
     finally:  # the whole ones are shown, whatever became of others
         text = "".join(lines)
         if options.output is None:
-            sys.stdout.write(text)
+            _print(text)
         else:
-            await asyncio.to_thread(options.output.write_text, text, encoding="utf-8")
+            await asyncio.to_thread(_write, options.output, text)
     status = await store.status(options.batch)
     return 0 if status.state == "completed" else 1
 
@@ -220,18 +221,35 @@ async def _results(client: Client, options: Any) -> int:
 async def _cancel(client: Client, options: Any) -> int:
     store = BatchStore(client)
     record = await store.cancel(options.batch)
-    print(json.dumps(_as_json(await store.status(record.id, count_failed=True))))
+    _print(json.dumps(_as_json(await store.status(record.id, count_failed=True))) + "\n")
     return 0
 
 
 async def _backup(client: Client, options: Any) -> int:
-    print(f"{await backup(client, options.directory, _say)} streams")
+    _print(f"{await backup(client, options.directory, _say)} streams\n")
     return 0
 
 
 async def _restore(client: Client, options: Any) -> int:
-    print(f"{await restore(client, options.directory, _say)} streams")
+    _print(f"{await restore(client, options.directory, _say)} streams\n")
     return 0
+
+
+def _print(text: str, done: str = "") -> None:
+    """Print a text; raises `ConfigurationError` where it cannot be, which says what is done."""
+    try:
+        write(text)
+    except OSError as error:
+        discard()
+        raise ConfigurationError(f"{done}standard output: {error.strerror}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file. Raises `ConfigurationError` with its name, which that of a full disk lacks."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from None
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Directories of sockets that do not outlive their worker for long, even one that is killed."""
+"""Directories that do not outlive their worker for long, even one that is killed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "dlw-vllm-"
 OWNER = "owner"
 """File in a directory that its worker has locked for as long as it lives."""
 
 
-class SocketDirectory:
-    """A new directory below that of temporary files, which its user alone can read.
+class OwnedDirectory:
+    """A new directory, which its user alone can read.
 
     Directories of workers that were killed are removed first: nobody holds their locks.
 
+    Args:
+        prefix: Beginning of the names of all directories of its kind.
+        root: Place of it, None for that of temporary files.
+
     Attributes:
         path: The directory.
+
+    Raises:
+        OSError: it cannot be made.
     """
 
-    def __init__(self) -> None:
-        root = Path(tempfile.gettempdir())
-        remove_abandoned(root)
-        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
-        self._lock = os.open(made / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    def __init__(self, prefix: str, root: Path | None = None) -> None:
+        root = root or Path(tempfile.gettempdir())
+        remove_abandoned(root, prefix)
+        made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))
+        try:
+            self._lock = os.open(made / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:
+            made.rmdir()
+            raise
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = root / made.name.removeprefix(".")
         made.rename(self.path)  # only now do others look at it
@@ -40,9 +50,9 @@ class SocketDirectory:
             self._lock = -1
 
 
-def remove_abandoned(root: Path) -> None:
-    """Remove the directories below ``root`` whose workers have ended."""
-    for directory in root.glob(f"{PREFIX}*"):
+def remove_abandoned(root: Path, prefix: str) -> None:
+    """Remove the directories of a kind below ``root`` whose workers have ended."""
+    for directory in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another user's, or being removed by another worker
             lock = os.open(directory / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
