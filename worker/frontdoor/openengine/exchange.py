@@ -168,11 +168,15 @@ class _Answering:
         await self._write(data)
 
     async def fail(self, refused: Refused) -> None:
-        """Write an error: the answer, or the last event of a stream that has begun."""
+        """Write an error: the answer, or the last event of a stream that has begun, whose code is
+        the status, as in an event of Dynamo's frontend.
+        """
+        content = refused.content()
         if not self._has_begun:
-            await self.whole(refused.status, encoded(refused.content()))
+            await self.whole(refused.status, encoded(content))
             return
-        await self._send(server_sent(refused.content()))
+        content["error"]["code"] = refused.status
+        await self._send(server_sent(content))
         await self._end()
 
     async def _stream(
