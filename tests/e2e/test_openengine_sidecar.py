@@ -21,7 +21,7 @@ from google.protobuf.json_format import MessageToDict
 from ports import free_port
 
 from worker.arguments import parse_arguments
-from worker.errors import Draining, InvalidRequest, Overloaded, ServingError
+from worker.errors import Draining, InvalidRequest, Overloaded, RequestFailed, ServingError
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.endpoint import Endpoint
 from worker.runtimes.openengine.errors import engine_error
@@ -260,6 +260,9 @@ def test_an_event_of_an_error_leaves_the_worker_in_rotation(recorded: tuple[Side
     stack, recorder = recorded
     recorder.failures.put((Overloaded("the queue is full"), True))
     assert stack.ask()[0] == 500
+    assert stack.ask()[0] == 200
+    recorder.failures.put((RequestFailed("a logits processor left no token"), True))
+    assert stack.ask()[0] == 400
     assert stack.ask()[0] == 200
     recorder.failures.put((Overloaded("the queue is full"), False))
     assert stack.ask()[0] == 500

@@ -20,6 +20,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 SAMPLED = {"messages": HELLO, "temperature": 1.0, "seed": 7, "max_tokens": 30}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"const": {"a": 1}}}}
 NGRAMS = {"processors": [{"name": "no_repeat_ngram", "args": {"n": 2}}]}
+REPEATED = {"name": "forced_prefix", "args": {"token_ids": [60, 61, 60, 61]}}
+NO_REPEAT = {"name": "no_repeat_ngram", "args": {"n": 2}}
 TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("chat/completions", {"messages": HELLO, "max_tokens": 20}),
     "sampled": ("chat/completions", {**SAMPLED, "top_p": 0.9, "top_k": 50, "min_p": 0.01}),
@@ -41,6 +43,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("responses", {"input": "Hello", "max_output_tokens": 20, "temperature": 1.0, "top_p": 0.5}),
     "no such model": ("chat/completions", {"messages": HELLO, "model": "other"}),
     "bad value": ("completions", {"prompt": "a", "guided_regex": "("}),
+    "no token is left": ("chat/completions", {**SAMPLED, "logits_processors": [REPEATED, NO_REPEAT]}),
 }  # fmt: skip
 
 pytestmark = pytest.mark.campaign
@@ -75,7 +78,6 @@ _OWN = {
     "created",
     "created_at",
     "completed_at",
-    "completion_tokens_details",
     "cached_tokens",
     "text_offset",
     "token_id",

@@ -301,7 +301,8 @@ async def test_a_failing_processor_ends_its_own_request(client: OpenEngineClient
         client.answer(stopping={"max_tokens": 30}),
     )
     (found,) = failing.errors
-    assert wire.ErrorCode.Name(found.code) == "ERROR_CODE_INTERNAL"
+    assert wire.ErrorCode.Name(found.code) == "ERROR_CODE_INVALID_ARGUMENT"
+    assert not found.retryable
     assert "forced_prefix" in found.message
     assert failing.kinds[-1] == "error"
     assert len(other.ids()) == 30

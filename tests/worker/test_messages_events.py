@@ -267,6 +267,24 @@ def test_a_stop_sequence_is_cut_however_a_text_is_split(data: st.DataObject, sto
     assert shown + rest + (found or "") == text
 
 
+@pytest.mark.parametrize(("matched", "text", "found"), [(4, "ax", None), ("x", "a", "x"), (None, "a", "x")])
+def test_a_stop_sequence_before_min_tokens_is_text(matched: Any, text: str, found: str | None) -> None:
+    """The end token behind it may come after tokens without a text."""
+    told = {"rollout": "{}"} if matched is None else {"rollout": "{}", "matched": matched}
+    ends = {**chunk("stop"), "nvext": {"engine_data": {**told, "own": 1}}}
+    request = {"stop_sequences": ("x",), "asks_for_match": True}
+    message = message_of([chunk(content="ax"), ends, last()], **request)
+    assert message["content"] == [{"type": "text", "text": text}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence" if found else "end_turn", found)
+    assert message["nvext"] == {"engine_data": {"own": 1}}
+
+
+def test_an_answer_that_was_aborted_is_no_message() -> None:
+    ends = {**chunk("stop"), "nvext": {"engine_data": {"rollout": "{}", "abort": True}}}
+    with pytest.raises(Refused, match="aborted"):
+        message_of([chunk(content="a"), ends, last()], stop_sequences=("x",), asks_for_match=True)
+
+
 BLOCKS = st.lists(
     st.tuples(st.sampled_from(["text", "thinking", "tool_use"]), st.text(ALPHABET, min_size=1, max_size=8)),
     max_size=6,

@@ -175,6 +175,14 @@ def test_stop_sequences_are_shown_by_the_frontend() -> None:
     assert made(stop_sequences=[]).chat == chat()
 
 
+def test_what_ends_an_answer_is_asked_for_beside_min_tokens() -> None:
+    request = made(stop_sequences=["a"], min_tokens=3, nvext={"annotations": ["own"]})
+    assert request.asks_for_match
+    assert request.chat["nvext"] == {"annotations": ["own", "return_token_ids"], "extra_fields": ["engine_data"]}
+    assert not made(stop_sequences=["a"]).asks_for_match
+    assert "nvext" not in made(min_tokens=3).chat
+
+
 @pytest.mark.parametrize("name", ["output_config", "output_format"])
 def test_a_format_holds_the_answer(name: str) -> None:
     wanted = {"type": "json_schema", "schema": SCHEMA}

@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from worker.engines.weights import ABORTED
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.messages.held_text import HeldText
 from worker.frontdoor.messages.request import TranslatedRequest
 from worker.frontdoor.messages.thinking import signature_of
+from worker.frontdoor.nvext import taken_entries
 from worker.frontdoor.returned_tokens import joined_nvext
 from worker.frontdoor.values import Object
+from worker.requests.rollout import ABORT, MATCHED, ROLLOUT
 
 Event = Object
 """An event's data, with the ``type`` that is its name, too."""
@@ -39,15 +42,21 @@ class MessageEvents:
         self._has_begun = False
         self._finish_reason: str | None = None
         self._stop_sequence: str | None = None
+        self._ends_at_token = False  # rather than at a stop sequence
         self._usage: Mapping[str, Any] = {}
         self._extension: Object = {}
 
-    def take(self, chunk: Mapping[str, Any]) -> list[Event]:
-        """The events of the next chunk.
+    def take(self, chunk: dict[str, Any]) -> list[Event]:
+        """The events of the next chunk, which then is without data that no client asked for.
 
         Raises:
-            Refused: 502, the chunk is not in OpenAI's form.
+            Refused: 502, the chunk is not in OpenAI's form; 400, the answer was aborted.
         """
+        if self._request.asks_for_match:
+            _, matched, is_aborted = taken_entries(chunk, ROLLOUT, MATCHED, ABORT)
+            self._ends_at_token |= isinstance(matched, int)
+            if is_aborted:
+                raise Refused(400, ABORTED)
         self._usage = chunk.get("usage") or self._usage
         if chunk.get("nvext"):
             self._extension = joined_nvext(self._extension, chunk["nvext"])
@@ -133,7 +142,7 @@ class MessageEvents:
 
     def _close(self, *, is_last: bool = False) -> list[Event]:
         """End the open block, if there is one; an empty one is left out."""
-        if is_last and self._finish_reason == "stop":
+        if is_last and self._finish_reason == "stop" and not self._ends_at_token:
             rest, self._stop_sequence = self._held.stop()
         else:
             rest = self._held.release()

@@ -14,8 +14,10 @@ from worker.frontdoor.messages.conversation import Conversation, conversation
 from worker.frontdoor.messages.fields import SENT_AS_THEY_ARE
 from worker.frontdoor.messages.thinking import thinking_of
 from worker.frontdoor.messages.tools import add_tools
+from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 from worker.frontdoor.values import Object
+from worker.requests.request import RETURN_TOKEN_IDS
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Values of ``output_config.effort``."""
@@ -34,6 +36,7 @@ class TranslatedRequest:
         max_tokens: Limit of the answer; 0 where nothing is generated.
         stop_sequences: Texts that end the answer.
         shows_thoughts: Whether thinking blocks have their text.
+        asks_for_match: Whether the worker is asked what ended the answer.
     """
 
     chat: Object
@@ -42,6 +45,7 @@ class TranslatedRequest:
     max_tokens: int = 0
     stop_sequences: tuple[str, ...] = ()
     shows_thoughts: bool = True
+    asks_for_match: bool = False
 
 
 def translated(fields: Object, *, models_think: bool = False) -> TranslatedRequest:
@@ -67,7 +71,11 @@ def translated(fields: Object, *, models_think: bool = False) -> TranslatedReque
     if stops:
         # the text then tells which of them ended the answer
         chat |= {"stop": list(stops), "include_stop_str_in_output": True}
-    return TranslatedRequest(chat, paths, streams, max_tokens, stops, shows_thoughts)
+    asks_for_match = bool(stops and chat.get("min_tokens"))
+    if asks_for_match:
+        # the text may end with a stop sequence that came too early to end the answer
+        chat["nvext"] = with_engine_data(with_annotations(chat.get("nvext"), RETURN_TOKEN_IDS))
+    return TranslatedRequest(chat, paths, streams, max_tokens, stops, shows_thoughts, asks_for_match)
 
 
 def counted(fields: Object, *, models_think: bool = False) -> TranslatedRequest:

@@ -30,8 +30,9 @@ class AnswerForm:
         created: Time of the request, seconds since 1970.
         token_text: Text of each token.
         split: Separation of thinking, None where the text is the answer.
-        reasoning: Counts the tokens of thinking, None as `split`.
+        reasoning: Count of the tokens of thinking, which are fed to it elsewhere; None as `split`.
         hidden: Tokens that the text leaves out.
+        num_prompt_tokens: Tokens of the prompt, for the usage before the last chunk.
     """
 
     def __init__(
@@ -43,12 +44,15 @@ class AnswerForm:
         split: ThinkingSplit | None = None,
         reasoning: ReasoningTokens | None = None,
         hidden: Collection[int] = (),
+        num_prompt_tokens: int = 0,
     ) -> None:
         self._asked = asked
         self._token_text = token_text
         self._split = split
         self._reasoning = reasoning
         self._hidden = hidden
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
         self._has_begun = False
         self._length = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -61,6 +65,9 @@ class AnswerForm:
     def events(self, chunk: Chunk) -> Iterator[Document]:
         """The data of the events of a chunk; none if it has nothing for the client."""
         reason = chunk.get("finish_reason")
+        self._num_tokens += len(chunk["token_ids"])
+        if chunk.get("completion_usage") is not None:
+            self._usage = self._usage_form(chunk["completion_usage"])
         parts = self._parts(chunk)
         shown = self._extension(chunk)
         if not parts and reason is None and not shown and not chunk.get("log_probs"):
@@ -68,12 +75,7 @@ class AnswerForm:
         logprobs = self._logprobs(chunk)
         while len(parts) > 1:  # one of thinking, one of the answer behind it
             yield self._event(parts.pop(0), None, None)
-        event = self._event(parts[0] if parts else None, reason, logprobs)
-        if chunk.get("completion_usage") is not None:
-            self._usage = self._usage_form(chunk["completion_usage"])
-        if self._asked.has_running_usage and self._usage is not None:
-            event["usage"] = self._usage
-        yield event | shown
+        yield self._event(parts[0] if parts else None, reason, logprobs) | shown
 
     def usage_event(self) -> Document:
         """The data of the event with the usage, behind the last chunk."""
@@ -108,11 +110,15 @@ class AnswerForm:
 
     def _event(self, part: tuple[Part, str] | None, reason: str | None, logprobs: Any) -> Document:
         event = self._same | {"object": self._object("chunk")}
+        if self._asked.has_running_usage:
+            event["usage"] = self._usage or self._running_usage()
+        elif not self._asked.is_chat:
+            event["usage"] = None
         if not self._asked.is_chat:
             choice: Document = {"text": part[1] if part else "", "index": 0}
             choice |= {"finish_reason": reason} if reason else {}
             choice |= {"logprobs": logprobs} if logprobs else {}
-            return event | {"choices": [choice], "usage": None}
+            return event | {"choices": [choice]}
         delta: Document = {} if part is None else {part[0]: part[1]}
         if not self._has_begun:
             self._has_begun = True
@@ -127,8 +133,6 @@ class AnswerForm:
 
     def _parts(self, chunk: Chunk) -> list[tuple[Part, str]]:
         text = chunk.get("text", "")
-        if self._reasoning is not None:
-            self._reasoning.feed(chunk["token_ids"])
         if self._split is not None:
             return list(self._split.feed(text, ends=chunk.get("finish_reason") is not None))
         return [("content", text)] if text else []
@@ -138,6 +142,11 @@ class AnswerForm:
         if not self._asked.has_engine_data or not chunk.get("engine_data"):
             return {}
         return {"nvext": {"engine_data": dict(chunk["engine_data"])}}
+
+    def _running_usage(self) -> Document:
+        """The usage before the last chunk, which alone tells of cached tokens."""
+        prompt, count = self._num_prompt_tokens, self._num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
     def _usage_form(self, usage: Mapping[str, Any]) -> Document:
         details = {} if self._asked.is_chat else {"audio_tokens": None}

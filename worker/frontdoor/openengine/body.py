@@ -82,7 +82,7 @@ def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes]
         str(given.get("model")),
         is_streamed=given.get("stream") is True,
         has_usage=options.get("include_usage") is True,
-        has_running_usage=options.get("continuous_usage_stats") is True,
+        has_running_usage=options.get("include_usage") is True and options.get("continuous_usage_stats") is True,
         names_ids=given.get("return_tokens_as_token_ids") is True,
     )
     sections = places(SamplingParams)

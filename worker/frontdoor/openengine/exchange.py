@@ -144,8 +144,17 @@ class _Answering:
         generation = Generation(engines.workers, made.request, request_id, made.metadata, token_text)
         special = engines.prompts.vocabulary.hidden_token_ids
         hidden = special if made.request.skip_special_tokens else ()
-        form = AnswerForm(made.asked, request_id, int(time.time()), token_text, made.split, made.reasoning, hidden)
-        async with aclosing(_with_text(generation, engines.prompts.tokenizer)) as chunks:
+        form = AnswerForm(
+            made.asked,
+            request_id,
+            int(time.time()),
+            token_text,
+            made.split,
+            made.reasoning,
+            hidden,
+            num_prompt_tokens=made.request.num_prompt_tokens,
+        )
+        async with aclosing(_with_text(generation, engines.prompts.tokenizer, made.reasoning)) as chunks:
             if made.asked.is_streamed:
                 await self._stream(made, request_id, form, chunks)
             else:
@@ -160,11 +169,15 @@ class _Answering:
         await self._write(data)
 
     async def fail(self, refused: Refused) -> None:
-        """Write an error: the answer, or the last event of a stream that has begun."""
+        """Write an error: the answer, or the last event of a stream that has begun, whose code is
+        the status, as in an event of Dynamo's frontend.
+        """
+        content = refused.content()
         if not self._has_begun:
-            await self.whole(refused.status, encoded(refused.content()))
+            await self.whole(refused.status, encoded(content))
             return
-        await self._send(server_sent(refused.content()))
+        content["error"]["code"] = refused.status
+        await self._send(server_sent(content))
         await self._end()
 
     async def _stream(
@@ -255,13 +268,20 @@ def _check_pictures(workers: Workers, model: str) -> None:
         raise InvalidRequest(IMAGES, "the workers of this model serve text only")
 
 
-async def _with_text(generation: Generation, tokenizer: Any) -> AsyncGenerator[Chunk, None]:
-    """The chunks of an answer with their text, which ends at a stop string."""
-    text = ChoiceText(generation.request, tokenizer)
+async def _with_text(
+    generation: Generation, tokenizer: Any, reasoning: ReasoningTokens | None
+) -> AsyncGenerator[Chunk, None]:
+    """The chunks of an answer with their text, which ends at a stop string; ``reasoning`` is fed
+    the tokens that its usage counts, those of the stop string among them.
+    """
+    text, num_fed = ChoiceText(generation.request, tokenizer), 0
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
             is_last = "finish_reason" in chunk
             sent = text.chunk(chunk)
+            if reasoning is not None:
+                reasoning.feed(generation.token_ids[num_fed : text.num_taken])
+                num_fed = text.num_taken
             if text.has_stopped and not is_last and sent is not None:
                 last: Chunk = await anext(chunks, {})  # the worker, too, ends at the stop string
                 sent |= {key: last[key] for key in ("completion_usage",) if key in last}

@@ -210,6 +210,8 @@ def _finished(event: wire.GenerateResponse) -> Chunk:
             "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
         },
     }
+    if usage.HasField("reasoning_tokens"):
+        chunk["completion_usage"]["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     if told:
         chunk["engine_data"] = told
     match = finished.stop_match.WhichOneof("match")

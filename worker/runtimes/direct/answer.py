@@ -39,13 +39,15 @@ class ChoiceText:
 
     Attributes:
         has_stopped: Whether a stop string has ended the answer.
+        num_taken: Tokens of the answer so far, up to the one that completes a stop string; those
+            that another worker has generated among them. Not counted where no text is needed.
     """
 
     def __init__(self, request: DirectRequest, tokenizer: Any) -> None:
         self.has_stopped = False
         self._request = request
         self._needed = request.wants_text or bool(request.stops)
-        self._num_taken = self._num_sent = self._num_told = request.num_generated
+        self.num_taken = self._num_sent = self._num_told = request.num_generated
         self._sent_text = 0
         self._held_data = HeldData()
         self._held: dict[str, list[Any]] = {key: [] for key in ("token_ids", *_PER_TOKEN)}
@@ -78,11 +80,11 @@ class ChoiceText:
         """Take the new tokens; the last completes the stop string that the worker has ``told``,
         even behind fewer than the fewest: others were generated before the request moved here.
         """
-        new = self._held["token_ids"][self._num_taken - self._num_sent :]
+        new = self._held["token_ids"][self.num_taken - self._num_sent :]
         for place, token_id in enumerate(new, 1):
-            self._num_taken += 1
+            self.num_taken += 1
             completed = told if place == len(new) else None
-            self._text.is_too_short = self._num_taken < self._request.min_tokens and completed is None
+            self._text.is_too_short = self.num_taken < self._request.min_tokens and completed is None
             if self._text.append(token_id, completed):
                 self.has_stopped = True
                 return
@@ -91,7 +93,7 @@ class ChoiceText:
 
     def _move_shown(self, chunk: dict[str, Any], *, is_last: bool) -> None:
         """Move what is final from what is held back into ``chunk``."""
-        answer, whole = self._text, self._num_taken - self._num_sent
+        answer, whole = self._text, self.num_taken - self._num_sent
         if self.has_stopped:
             count = answer.num_tokens - self._num_sent
         elif is_last or not self._request.stops:
@@ -121,7 +123,7 @@ class ChoiceText:
             if ROLLOUT in data:
                 self._held_data.add(data[ROLLOUT])
             count = None if is_last else self._num_sent - self._num_told
-            told = self._held_data.take(self._num_taken - self._num_told if self.has_stopped else count)
+            told = self._held_data.take(self.num_taken - self._num_told if self.has_stopped else count)
             rest = {key: value for key, value in data.items() if key != ROLLOUT}
             chunk["engine_data"] = rest if told is None else {**rest, ROLLOUT: told}
             if not chunk["engine_data"]:
@@ -132,8 +134,8 @@ class ChoiceText:
         """The usage up to the token that completes the stop string; ``given`` is that of all
         tokens, None where the engine has not said it.
         """
-        behind = len(self._held["token_ids"]) - (self._num_taken - self._num_sent)
+        behind = len(self._held["token_ids"]) - (self.num_taken - self._num_sent)
         prompt = self._request.num_prompt_tokens if given is None else given["prompt_tokens"]
-        completion = self._num_taken if given is None else given["completion_tokens"] - behind
+        completion = self.num_taken if given is None else given["completion_tokens"] - behind
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**(given or {}), **counts}

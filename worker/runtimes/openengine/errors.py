@@ -79,7 +79,7 @@ _CLASSES: dict[type[ServingError], _Class] = {
     LostEvents: _Class(wire.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE),
     UnknownAdapter: _Class(wire.ERROR_CODE_MODEL_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     InvalidRequest: _Class(wire.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
-    RequestFailed: _INTERNAL,
+    RequestFailed: _Class(wire.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INTERNAL),
     Overloaded: _Class(wire.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED, retryable=True),
     Draining: _Class(wire.ERROR_CODE_DRAINING, grpc.StatusCode.UNAVAILABLE, retryable=True),
     EngineBroken: _UNAVAILABLE,
