@@ -39,7 +39,7 @@ class Request:
         prompt_length: Tokens of the prompt.
         limit: Length of `tokens` at which the answer ends.
         end_ids: Ids that end the answer.
-        hidden_end_ids: Those of them that are not shown though `params` shows others.
+        hidden_end_ids: End ids that are not shown though `params` shows others.
         seed: Seed of its random numbers, 64 bits.
         chain: Logits processors, in the order law's order, over the request's own history; None if
             there are none.
