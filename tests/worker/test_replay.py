@@ -135,6 +135,16 @@ async def test_the_tokens_are_those_that_were_recorded(
         assert await files.replay({**answer.receipt, "seed": answer.receipt["seed"] ^ 1}, PROMPT) == 1
 
 
+async def test_hidden_end_tokens_are_recorded(plain: Client, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    """The text of one is none of the answer, though another end token is shown."""
+    (end,) = plain.worker.server.chains.vocabulary.encode(" fox")
+    banned = [processor("logit_bias", bias={str(end): 100.0}), processor("phrase_ban", phrases=[" fox"])]
+    ends = {"max_tokens": 4, "stop_token_ids_hidden": [end], "stop_token_ids_visible": [5]}
+    answer = await plain.ask(PROMPT, *banned, sampling_options={}, stop_conditions=ends)
+    assert answer.receipt["generated_tokens"] == 1
+    assert await files.replay(answer.receipt, PROMPT) == 0, capsys.readouterr()
+
+
 async def test_contrast_is_replayed_with_its_draft_model_alone(
     plain: Client, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

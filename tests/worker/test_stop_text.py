@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from served_worker import serving
 
+from adapters.client import processor
+from adapters.vocabulary import Vocabulary
 from worker.engines import TokenDelta, TokenLogprob
+from worker.models.tokenizer_copy import load_vocabulary
 from worker.text.stop_strings import StopStrings
 from worker.text.stop_text import StopText
+from worker.tiny_model import write_tiny_model
 
 SPECIAL = 0
 
@@ -54,6 +60,31 @@ def test_an_answer_ends_with_the_first_completed_stop_string(
 
     first = next((count for count in range(len(token_ids) + 1) if has_stop(count)), None)
     assert ended(token_ids, sizes, stops) == (None if first is None else token_ids[:first])
+
+
+@given(TOKENS, st.lists(st.integers(1, 4), max_size=10), STOPS)
+def test_a_hidden_end_token_completes_no_stop_string(token_ids: list[int], sizes: list[int], stops: list[str]) -> None:
+    """An engine gives it with the answer where the request shows other end tokens."""
+    expected = ended(token_ids, sizes, stops)
+    end = [ord("c")]
+    assert ended(token_ids + end, sizes, [*stops, "c", "ac", "bc"], hidden=end) == expected
+
+
+@pytest.mark.parametrize("shown", [[], [5]])
+async def test_a_hidden_end_token_is_none_of_the_text(tmp_path: Path, shown: list[int]) -> None:
+    """Whether another one is shown or not: then it completed a stop string, or a banned phrase."""
+    model = write_tiny_model(tmp_path)
+    vocabulary: Vocabulary = load_vocabulary(model, 1024, (4,), "off")
+    (end,) = vocabulary.encode(" fox")
+    ends = {"max_tokens": 3, "stop_token_ids_hidden": [end], "stop_token_ids_visible": shown}
+    sampling = {"temperature": 0.0, "seed": 1}
+    fox, phrase = processor("logit_bias", bias={str(end): 100.0}), processor("phrase_ban", phrases=[" fox"])
+    async with serving(model) as client:
+        for processors, stops in (([fox], {"stop": [" fox"]}), ([fox, phrase], {})):
+            asked: dict[str, Any] = {"sampling_options": sampling, "stop_conditions": ends | stops}
+            answer = await client.ask(vocabulary.encode("the quick brown"), *processors, **asked)
+            assert (answer.token_ids, answer.finish_reason) == ([], "stop")
+            assert answer.receipt["generated_tokens"] == 1
 
 
 @given(TOKENS, STOPS, st.integers(0, 6), st.integers(0, 20))

@@ -87,6 +87,8 @@ class EngineRequest:
         seed: Seed of the chain's random numbers; the sampler's is ``params.seed``.
         choice: Index of this answer among several to one prompt: requests with one seed that differ
             in it have different random numbers.
+        hidden_end_ids: End tokens that are not part of the answer though ``params`` shows others,
+            for an engine that rewinds tokens: the text of these is none of the answer's.
         kv: The engine's part in a KV transfer, None where it computes the whole request.
         cache_salt: Requests share the KV of a common prefix only if they have the same salt.
         lora_name: LoRA adapter, one of `EngineInfo.adapters`; None for the model itself.
@@ -106,6 +108,7 @@ class EngineRequest:
     generated_token_ids: Sequence[int] = ()
     seed: int = 0
     choice: int = 0
+    hidden_end_ids: frozenset[int] = frozenset()
     kv: KvPart | None = None
     cache_salt: str | None = None
     lora_name: str | None = None

@@ -207,8 +207,8 @@ def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded:
     check_model_digest(model.server, recorded.receipt)
     prompt = read_prompt(options.prompt_file, recorded.receipt, model.tokenizer, model.arguments)
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
-    number, choice = recorded.receipt.generated_tokens, recorded.request.choice
-    first = InspectedRequest("A", prompt, recorded.params, selection, number, choice)
+    number, asked = recorded.receipt.generated_tokens, recorded.request
+    first = InspectedRequest("A", prompt, recorded.params, selection, number, asked.choice, asked.hidden_end_ids)
     if options.compare is None:
         return [first]
     if _is_seed(options.compare):

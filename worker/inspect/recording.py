@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ class InspectedRequest:
         selection: Selected processors.
         num_tokens: Longest answer, in tokens.
         choice: Index of the answer among several to one prompt.
+        hidden_end_ids: See `EngineRequest.hidden_end_ids`.
     """
 
     name: str
@@ -34,6 +35,7 @@ class InspectedRequest:
     selection: Selection
     num_tokens: int
     choice: int = 0
+    hidden_end_ids: Sequence[int] = ()
 
     def with_seed(self, name: str, seed: int) -> InspectedRequest:
         """The same request with another seed."""
@@ -109,7 +111,7 @@ async def record(model: LoadedModel, inspected: InspectedRequest, num_candidates
     Raises:
         InvalidRequest: it cannot be served.
     """
-    asked = inspected.prompt, inspected.params, inspected.selection, inspected.choice
+    asked = inspected.prompt, inspected.params, inspected.selection, inspected.choice, inspected.hidden_end_ids
     request, copy = [await model.request(f"inspect-{inspected.name}", *asked) for _ in range(2)]
     tap = model.tap(request, copy, num_candidates=num_candidates)
     replayed = replay(model.stepper, request, inspected.num_tokens, tap)

@@ -95,9 +95,10 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
             with standard_output():
                 print(*notes(model.server, receipt), *lines(found, receipt, model.tokenizer), sep="\n")
             return EXIT_EQUAL if hold(found, receipt) else EXIT_DIFFERENT
-        request, tap = await model.request("replay", *asked), None
+        hidden = recorded.request.hidden_end_ids
+        request, tap = await model.request("replay", *asked, hidden), None
         if options.position is not None:
-            copy = await model.request("replay", *asked)
+            copy = await model.request("replay", *asked, hidden)
             tap = model.tap(request, copy, positions=(options.position,))
         replayed = replay(model.stepper, request, receipt.generated_tokens, tap)
         effects = [] if tap is None else _effects(tap, options.position, request, model.tokenizer)

@@ -142,6 +142,7 @@ class RecordedRequest(BaseModel):
     order: list[str] = []
     choice: int = Field(ge=0, lt=2**64)
     smoke_test: Literal[False]
+    hidden_end_ids: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +65,13 @@ class LoadedModel:
         return self.chains.vocabulary.tokenizer
 
     async def request(
-        self, name: str, prompt: list[int], params: SamplingParams, selection: Selection, choice: int = 0
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams,
+        selection: Selection,
+        choice: int = 0,
+        hidden_end_ids: Iterable[int] = (),
     ) -> Request:
         """A request that finds no other one's KV.
 
@@ -75,11 +81,13 @@ class LoadedModel:
             params: Sampling parameters, with a seed.
             selection: Processors of the request.
             choice: Index of this answer among several to one prompt.
+            hidden_end_ids: See `EngineRequest.hidden_end_ids`.
 
         Raises:
             InvalidRequest: it cannot be served.
         """
         asked = await prepared(self.chains, self.info, name, prompt, params, selection, choice)
+        asked = replace(asked, hidden_end_ids=frozenset(hidden_end_ids))
         adapters = self.stepper.adapters
         adapter = None if adapters is None else adapters.of(replace(asked, lora_name=self.lora_name))
         model, draft_model = self.stepper.model, self.stepper.draft_model

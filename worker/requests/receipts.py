@@ -20,7 +20,6 @@ from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.errors import StartupError
 from worker.requests.sampling_defaults import FROM_MODEL, same_control
 from worker.requests.token_weights import TokenWeights
-from worker.sampling import SamplingParams
 from worker.sampling.field_processors import is_sampled
 
 CHANNEL = "logits_processors"
@@ -158,7 +157,7 @@ class RequestReceipt:
         self._counted: Receipt | None = None
         self._weights = TokenWeights()
         self._sampling = _sources(engine_request, selection)
-        self._request = _recorded(engine_request.params, selection, smoke, engine_request.choice)
+        self._request = _recorded(engine_request, selection, smoke)
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""
@@ -211,8 +210,9 @@ def _sources(request: EngineRequest, selection: Selection) -> dict[str, dict[str
     return found
 
 
-def _recorded(params: SamplingParams, selection: Selection, smoke: bool, choice: int) -> str:
+def _recorded(request: EngineRequest, selection: Selection, smoke: bool) -> str:
     """The request for `worker.replay`, as JSON text: no JSON library on the way rounds a number."""
+    params = request.params
     sampling = {
         one.name: value
         for one in fields(params)
@@ -224,7 +224,14 @@ def _recorded(params: SamplingParams, selection: Selection, smoke: bool, choice:
         else {"name": one.name, "scope": one.scope, "origin": one.origin}
         for one in selection.processors
     ]
-    data: dict[str, Any] = {"sampling": sampling, "processors": processors, "choice": choice, "smoke_test": smoke}
+    data: dict[str, Any] = {
+        "sampling": sampling,
+        "processors": processors,
+        "choice": request.choice,
+        "smoke_test": smoke,
+    }
     if selection.order:
         data["order"] = selection.order
+    if params.include_stop_str_in_output and request.hidden_end_ids:  # else all are hidden
+        data["hidden_end_ids"] = sorted(request.hidden_end_ids)
     return json.dumps(data, separators=(",", ":"))

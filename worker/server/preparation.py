@@ -159,6 +159,7 @@ class Preparation:
             generated_token_ids=request.generated_token_ids,
             seed=seed,
             choice=choice,
+            hidden_end_ids=params.end_token_ids - request.shown_stop_token_ids,
             kv=kv,
             cache_salt=request.cache_salt,
             lora_name=request.lora_name,

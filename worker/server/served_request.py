@@ -127,7 +127,7 @@ class ServedRequest:
         assert self.record is not None
         request, params = self.record.request, engine_request.params
         self.entry.seed, self.entry.params = params.seed, params
-        hidden = params.end_token_ids - request.shown_stop_token_ids
+        hidden = engine_request.hidden_end_ids
         vocabulary, reasoning = chains.vocabulary, chains.reasoning_tokens(request.prompt_token_ids)
         binds_all = engine_request.chain is not None and engine_request.chain.observes_logits
         self._sampled_from = TokenWeights(binds_all=binds_all)
@@ -144,7 +144,7 @@ class ServedRequest:
         if vocabulary.tokenizer is not None:
             stops_here = not self._disaggregation.only_prefills
             self._stop_text, self._safe_chunks = text_filters(
-                request, byte_index(vocabulary), stops_here=stops_here, is_migratable=is_migratable
+                request, hidden, byte_index(vocabulary), stops_here=stops_here, is_migratable=is_migratable
             )
 
     async def aborted(self, finish_reason: FinishReason) -> AsyncGenerator[TokenDelta, None]:
@@ -291,13 +291,18 @@ class ServedRequest:
 
 
 def text_filters(
-    request: GenerationRequest, token_bytes: TokenBytes, *, stops_here: bool, is_migratable: bool
+    request: GenerationRequest,
+    hidden: frozenset[int],
+    token_bytes: TokenBytes,
+    *,
+    stops_here: bool,
+    is_migratable: bool,
 ) -> tuple[StopText | None, SafeChunks[TokenDelta] | None]:
     """Filters of an answer: its end at a stop string, and chunks that end where text does."""
     stops = [stop for stop in request.stop_strings if stop]
     stop_text = None
     if stops and stops_here:
         num_ignored = request.params.min_tokens or 0
-        stop_text = StopText(token_bytes, stops, num_ignored, request.generated_token_ids)
+        stop_text = StopText(token_bytes, stops, num_ignored, request.generated_token_ids, hidden)
     safe_chunks: SafeChunks[TokenDelta] | None = SafeChunks(token_bytes, stops) if is_migratable else None
     return stop_text, safe_chunks

@@ -7,7 +7,7 @@ as it takes: how many tokens behind the stop string came along, and count, would
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from worker.text.deltas import Delta, TokenBytes
 from worker.text.stop_strings import StopStrings
@@ -27,16 +27,24 @@ class StopText:
         stops: The stop strings, none of them empty.
         min_tokens: Tokens of the answer before the frontend looks for a stop string.
         generated: Tokens of the answer so far, in which a stop string may have begun.
+        hidden: Tokens that end the answer and are no part of it, so that they complete no stop
+            string.
 
     Attributes:
         stopped_by: The stop string at which the answer has ended, None while there is none.
     """
 
     def __init__(
-        self, token_bytes: TokenBytes, stops: Sequence[str], min_tokens: int = 0, generated: Sequence[int] = ()
+        self,
+        token_bytes: TokenBytes,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        generated: Sequence[int] = (),
+        hidden: Collection[int] = frozenset(),
     ) -> None:
         self.stopped_by: str | None = None
         self._token_bytes = token_bytes
+        self._hidden = hidden
         self._stops = StopStrings([stop.encode() for stop in stops])
         self._ignored = min_tokens - len(generated)
         first = max(0, min_tokens - 1)
@@ -53,7 +61,7 @@ class StopText:
     def end(self, delta: Delta) -> None:
         """Leave out of ``delta`` what follows a stop string, and make it the last."""
         for count, token_id in enumerate(delta.token_ids, 1):
-            if self._completes(token_id):
+            if token_id not in self._hidden and self._completes(token_id):
                 delta.stop_after(count)
                 return
 

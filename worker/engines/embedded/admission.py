@@ -110,6 +110,7 @@ def admit(
             seed=seed,
             chain=chain,
             choice=engine_request.choice,
+            hidden_end_ids=engine_request.hidden_end_ids,
             cache_salt=engine_request.cache_salt,
             adapter=adapter,
             client=engine_request.hints.client,

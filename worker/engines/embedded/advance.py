@@ -39,7 +39,7 @@ def advance(request: Request, samples: Samples, row: int) -> Output:
     output.chain, output.finish_reason = chain, "length"
     if token in request.end_ids:
         output.finish_reason, output.stop_reason = "stop", token
-        if not request.params.include_stop_str_in_output:
+        if not request.shows(token):
             output.end_logprobs = output.logprobs
             output.token_id = output.logprobs = None
     return output
@@ -54,7 +54,7 @@ def _rewind_position(request: Request, chain: ProcessorChain, token: int, ends: 
     Raises:
         ProcessorFailed: see `ProcessorChain.rewind_if_asked`.
     """
-    is_shown = token not in request.end_ids or request.params.include_stop_str_in_output
+    is_shown = request.shows(token)
     position = None if is_shown else chain.rewind_if_asked(request.num_sent, ends=ends)
     if position is None:
         chain.accept(token, len(request.tokens) - 1)

@@ -39,6 +39,7 @@ class Request:
         prompt_length: Tokens of the prompt.
         limit: Length of `tokens` at which the answer ends.
         end_ids: Ids that end the answer.
+        hidden_end_ids: End ids that are not shown though `params` shows others.
         seed: Seed of its random numbers, 64 bits.
         chain: Logits processors, in the order law's order, over the request's own history; None if
             there are none.
@@ -85,6 +86,7 @@ class Request:
     seed: int
     chain: ProcessorChain | None = None
     choice: int = 0
+    hidden_end_ids: frozenset[int] = frozenset()
     tap: LogitsTap | None = None
     tap_error: str | None = None
     keeps_kv: bool = False
@@ -116,6 +118,12 @@ class Request:
     def sequences(self) -> tuple[Request, ...]:
         """The sequences whose KV it needs: its own, and its companion's."""
         return (self,) if self.companion is None else (self, self.companion)
+
+    def shows(self, token: int) -> bool:
+        """Whether a token that is sampled is part of the answer: an end token may not be."""
+        if token not in self.end_ids:
+            return True
+        return self.params.include_stop_str_in_output and token not in self.hidden_end_ids
 
     @property
     def num_reusable(self) -> int:
