@@ -8,7 +8,6 @@ translated, or is answered by the front door itself, has a handler: a coroutine 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Body
+from worker.frontdoor.encoding import encoded, encoded_in_turns
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
 from worker.frontdoor.query import query_of
@@ -173,7 +173,7 @@ class Exchange:
             content: Bytes, or what is encoded as JSON.
             content_type: Value of that header.
         """
-        body = content if isinstance(content, bytes) else encoded(content)
+        body = content if isinstance(content, bytes) else await encoded_in_turns(content)
         self.has_begun = self._has_ended = True
         self._client.received(self._client.written(status, Document(content_type, body)))
         self._client.answered(closes=False)
@@ -192,6 +192,10 @@ class Exchange:
         """Write bytes of the body, once the client keeps up."""
         await self._may_send.wait()
         self._client.received(chunk(data) if self._is_chunked else data)
+
+    async def send_event(self, content: Any) -> None:
+        """Write an event of a stream, which may be large; see `server_sent`."""
+        await self.send(b"data: %b\n\n" % await encoded_in_turns(content))
 
     async def end(self) -> None:
         """End an answer of unknown length."""
@@ -226,11 +230,6 @@ class Exchange:
 
 def _nothing() -> None:
     """Free no room."""
-
-
-def encoded(content: Any) -> bytes:
-    """JSON in UTF-8, without white space."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def server_sent(content: Any, name: str | None = None) -> bytes:

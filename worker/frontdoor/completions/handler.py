@@ -69,7 +69,7 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
             same.pop("prompt_logprobs", None)
             await exchange.begin_events()
         first = {name: same[name] for name in ("id", "created") if name in same}
-        await exchange.send(server_sent(same | chunk | first))
+        await exchange.send_event(same | chunk | first)
 
     try:
         yield send
