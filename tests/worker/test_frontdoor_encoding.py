@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_frontdoor_server import house, post
+from test_frontdoor_service import Scripted
 
 from worker.frontdoor.encoding import FEW, MOST_DEEP, encoded, encoded_in_turns, json_parts
+from worker.frontdoor.fields import CHAT, COMPLETIONS
+from worker.frontdoor.rewriting import Rewriting
 from worker.frontdoor.rollouts import sglang
 from worker.frontdoor.rollouts.generation import Generated
 
@@ -63,6 +67,31 @@ async def test_others_have_turns_while_a_large_answer_is_encoded(content: Any) -
 def test_no_part_of_a_large_answer_is_large() -> None:
     parts = list(map(len, json_parts(with_logprobs(2000))))
     assert max(parts) < sum(parts) / 20
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (COMPLETIONS, {"model": "m", "logprobs": 1, "prompt": [7] * 20_000}, "Asked.completion"),
+        (CHAT, {"model": "m", "prompt": [7] * 20_000}, "with_prompt_as_messages"),
+        ("/generate", {"model": "m", "input_ids": [7] * 20_000}, "read"),
+        ("/inference/v1/generate", {"model": "m", "token_ids": [7] * 20_000, "sampling_params": {}}, "read"),
+    ],
+)
+async def test_a_long_prompt_is_looked_at_beside_the_event_loop(
+    path: str, fields: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of a body of 8 MiB held all other clients up for 0.3 s."""
+    aside, beside = Rewriting.aside, list[str]()
+
+    async def noted(rewriting: Rewriting, client: bytes, rewrite: Any) -> Any:
+        beside.append(getattr(getattr(rewrite, "func", rewrite), "__qualname__", ""))
+        return await aside(rewriting, client, rewrite)
+
+    monkeypatch.setattr(Rewriting, "aside", noted)
+    async with house(Scripted()) as at:
+        await at.ask(post(encoded(fields), path=path))
+    assert name in beside
 
 
 async def test_an_entry_of_a_stream_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Body
@@ -29,6 +29,8 @@ from worker.frontdoor.uploads import Upload
 logger = logging.getLogger(__name__)
 
 Handler = Callable[["Exchange"], Awaitable[None]]
+
+T = TypeVar("T")
 
 _EVENTS = b"text/event-stream"
 
@@ -162,6 +164,13 @@ class Exchange:
         if self._fields is None:
             self._fields = parsed(self.body)
         return self._fields
+
+    async def read(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """The result of ``read``, which looks at all of `fields`: those of a large body beside the
+        event loop. Raises as both.
+        """
+        call = partial(read, self.fields())
+        return await self.door.rewriting.by_size(self.request.label, len(self.body), call)
 
     # The answer.
 

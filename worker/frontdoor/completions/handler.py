@@ -27,7 +27,7 @@ Take = Callable[[Chunk], Awaitable[None]]
 
 async def answer_completion(exchange: Exchange) -> None:
     """``POST /v1/completions`` with one of the fields of `is_translated`."""
-    asked = Asked.completion(exchange.fields())
+    asked = await exchange.read(Asked.completion)
     if not asked.is_streamed:
         await exchange.answer(200, await _whole(exchange, asked))
         return

@@ -30,7 +30,7 @@ async def answer_generate(exchange: Exchange) -> None:
         Refused: before the answer has begun.
     """
     fields = exchange.fields()
-    batch = read(fields)
+    batch = await exchange.read(read)
     model = await served_model(exchange, batch.model, "lora_path" if fields.get("lora_path") is not None else "model")
     if not batch.streams:
         answers = await _whole(exchange, batch, model)
