@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from test_frontdoor_server import house, post
 from test_frontdoor_service import Scripted
 
+from worker.frontdoor.completions import handler
+from worker.frontdoor.completions.asked import Asked
+from worker.frontdoor.completions.prompt_answer import PromptAnswer
 from worker.frontdoor.encoding import FEW, MOST_DEEP, encoded, encoded_in_turns, json_parts
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.rewriting import Rewriting
@@ -92,6 +96,30 @@ async def test_a_long_prompt_is_looked_at_beside_the_event_loop(
     async with house(Scripted()) as at:
         await at.ask(post(encoded(fields), path=path))
     assert name in beside
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+async def test_scores_of_a_long_prompt_are_made_beside_the_loop(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 131,072 tokens held all other clients up for a second."""
+    threads, take = list[str](), PromptAnswer.take
+
+    def noted(answer: PromptAnswer, chunk: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return take(answer, chunk)
+
+    monkeypatch.setattr(PromptAnswer, "take", noted)
+    own = {"7": {"logprob": -1.5, "rank": 1, "decoded_token": "a"}}
+    tokens = [{"token_id": 7, "decoded_token": "a"}] * count
+    data = {"prompt_logprobs": [None, *[own] * (count - 1)], "prompt_tokens": tokens}
+    chunk = {"choices": [{"index": 0, "text": "b"}], "nvext": {"engine_data": data}}
+    asked = Asked.completion({"model": "m", "prompt": [7] * count, "echo": True, "logprobs": 1})
+    rewriting = Rewriting()
+    caller: Any = SimpleNamespace(door=SimpleNamespace(rewriting=rewriting), request=SimpleNamespace(label=b"a"))
+    (made,) = await handler._taken(caller, PromptAnswer(asked, 0), chunk)
+    rewriting.close()
+    assert made["choices"][0]["text"] == "a" * count + "b"
+    assert made["choices"][0]["logprobs"]["token_logprobs"] == [None, *[-1.5] * (count - 1)]
+    assert threads[0].startswith("front-door-bodies") == (count > FEW)
 
 
 async def test_an_entry_of_a_stream_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from worker.frontdoor.chat_stream import AnswerFailed, chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
+from worker.frontdoor.completions.prompt_scores import num_scores
+from worker.frontdoor.encoding import FEW
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
@@ -134,7 +136,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
             chunks = chat(own, asked.request(asked.prompts[index]), path=COMPLETIONS)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    for made in answer.take(chunk):
+                    for made in await _taken(own, answer, chunk):
                         await take(made)
             answer.check_complete()
 
@@ -145,6 +147,19 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return usage_of_prompts([answer.usage for answer in answers])
+
+
+async def _taken(caller: Caller, answer: PromptAnswer, chunk: Chunk) -> list[Chunk]:
+    """The client's chunks for a frontend's; log probabilities of a long prompt are put into them
+    beside the event loop.
+    """
+
+    def made() -> list[Chunk]:
+        return [*answer.take(chunk)]
+
+    if num_scores(chunk) <= FEW:
+        return made()
+    return await caller.door.rewriting.aside(caller.request.label, made)
 
 
 class _Part:
