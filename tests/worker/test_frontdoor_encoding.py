@@ -17,6 +17,7 @@ from test_frontdoor_service import Scripted
 from worker.frontdoor.completions import handler
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.prompt_answer import PromptAnswer
+from worker.frontdoor.completions.prompt_scores import PromptScores
 from worker.frontdoor.encoding import FEW, MOST_DEEP, encoded, encoded_in_turns, json_parts
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.rewriting import Rewriting
@@ -140,7 +141,7 @@ async def test_an_entry_of_a_stream_is_made_once(monkeypatch: pytest.MonkeyPatch
     form, growing = sglang._Form(caller, request, has_texts=False), [Generated(), Generated()]
     for place in range(num_tokens):
         for index, generated in enumerate(growing):
-            generated.scores = sglang.PromptScores(tokens, positions)
+            generated.scores = PromptScores(tokens, positions)
             generated.token_ids.append(place)
             generated.per_token["tempered"].append(-float(place))
             generated.per_token["top"].append([[place, -1.0], [index, -2.0]])

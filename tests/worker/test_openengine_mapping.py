@@ -274,7 +274,7 @@ async def test_a_large_request_is_read_beside_the_event_loop(count: int, monkeyp
     served.direct = server
     asked = wire.GenerateRequest(token_ids=wire.TokenIds(ids=[5] * count))
     with pytest.raises(InvalidRequest, match="is read"):
-        await served.generate(asked, context)  # type: ignore[arg-type]
+        await served.generate(asked, context)
     assert [thread is threading.current_thread() for thread in threads] == [count == 1]
 
 
