@@ -10,7 +10,7 @@ import pytest
 from test_frontdoor_exchange import STREAM_HEAD, USAGE, WAIT_S, event, refuse, says
 from test_frontdoor_server import Script, error_of, house, post
 
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 
 PATH = "/v1/completions"
 FIELDS: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 2, "logprobs": 1}

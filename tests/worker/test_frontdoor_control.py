@@ -11,7 +11,7 @@ from test_frontdoor_server import House, error_of, get, house, post
 from test_frontdoor_service import body_of
 
 from worker.errors import ConfigurationError, StartupError
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.options import parse_options
 from worker.frontdoor.process import make_front_door
 from worker.frontdoor.routes import CONTROLS

@@ -11,7 +11,7 @@ from test_frontdoor_exchange import FIELDS, STREAM_HEAD, WAIT_S, chunk_of, event
 from test_frontdoor_server import error_of, house, post
 from test_messages_server import events_in
 
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 
 TOOLS = {**FIELDS, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
 MESSAGE = {**FIELDS, "max_tokens": 5}

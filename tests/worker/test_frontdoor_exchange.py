@@ -14,8 +14,9 @@ from test_frontdoor_server import House, Script, chunked, error_of, get, house, 
 from worker.frontdoor import client_connection, routes
 from worker.frontdoor.asking import ask
 from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.exchange import Exchange, Handler, encoded
+from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.routes import Routes, handled
 from worker.requests.refusals import REFUSAL, WANTS_REFUSAL
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from tokenizers.models import WordLevel
 
 from worker import __version__
 from worker.frontdoor.elsewhere import ELSEWHERE, instead_of
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.exchange import encoded
 from worker.frontdoor.routes import Routes
+from worker.frontdoor.service import MAX_TOKENS
 from worker.frontdoor.texts import Texts
 from worker.tiny_model import write_tiny_model
 
@@ -125,16 +127,38 @@ async def test_text_of_tokens(model: Path) -> None:
     assert texts[1] == ""
 
 
+async def test_text_of_many_tokens_is_made_beside_the_event_loop(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million of them held all other clients up for 0.5 s."""
+    frontend, threads, text = Scripted(), list[str](), Texts.text
+
+    def noted(texts: Texts, ids: list[int]) -> str:
+        threads.append(threading.current_thread().name)
+        return text(texts, ids)
+
+    monkeypatch.setattr(Texts, "text", noted)
+    async with house(frontend, model_path=str(model)) as frontend.at:
+        found = [
+            body_of(await frontend.at.ask(ask("/detokenize", model="m", tokens=[70] * count)))
+            for count in (3, MAX_TOKENS)
+        ]
+        status, error = error_of(await frontend.at.ask(ask("/detokenize", model="m", tokens=[70] * (MAX_TOKENS + 1))))
+    assert [len(each["prompt"]) for each in found] == [3, MAX_TOKENS]
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("front-door-bodies")
+    assert (status, error["message"]) == (400, f"tokens: must be a list of at most {MAX_TOKENS} token ids")
+
+
 async def test_text_of_tokens_behind_a_gap(tmp_path: Path) -> None:
     """Ids may have gaps, so that the highest ones are above the number of tokens."""
     tokenizer = Tokenizer(WordLevel({"low": 3, "high": 9}, unk_token="low"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     texts = Texts(str(tmp_path))
-    assert await texts.text([9, 3]) == "high low"
-    assert await texts.text([5]) == ""
+    await texts.tokenizer()
+    assert texts.text([9, 3]) == "high low"
+    assert texts.text([5]) == ""
     assert await texts.token_texts([9, 5]) == ["high", ""]
     with pytest.raises(FieldRefused, match="must be a token id below 10, got 10"):
-        await texts.text([3, 10])
+        texts.text([3, 10])
 
 
 async def test_text_of_tokens_needs_the_model(tmp_path: Path) -> None:

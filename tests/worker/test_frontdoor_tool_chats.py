@@ -13,7 +13,7 @@ from written_calls import Call, written
 
 from adapters.grammars import json_schema
 from worker.frontdoor import tool_reading
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.field_checks import is_before_1_6
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

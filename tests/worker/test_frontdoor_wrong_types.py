@@ -10,7 +10,7 @@ from test_frontdoor_exchange import CHUNKS, says
 from test_frontdoor_server import error_of, get, house, post
 
 from adapters.catalog import Catalog
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.fields import CHAT, INSTEAD, TABLES, instead_of
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -285,6 +285,38 @@ def test_an_answer_that_was_aborted_is_no_message() -> None:
         message_of([chunk(content="a"), ends, last()], stop_sequences=("x",), asks_for_match=True)
 
 
+@given(st.data(), STOPS, st.text(ALPHABET, max_size=12))
+@settings(max_examples=examples(200), deadline=None)
+def test_no_more_of_a_text_is_held_than_begins_a_stop(data: st.DataObject, stops: list[str], text: str) -> None:
+    held = HeldText(stops)
+    shown = "".join(held.add(part) for part in data.draw(split(text)))
+    begun = (text[start:] for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in stops))
+    assert text == shown + next(begun, "")
+
+
+class Looked(str):
+    """Stop sequence that counts the characters that are compared with it."""
+
+    num_looked = 0
+
+    def startswith(self, begin: Any, *place: Any) -> bool:
+        Looked.num_looked += len(begin)
+        return super().startswith(begin, *place)
+
+    def __getitem__(self, place: Any) -> str:
+        Looked.num_looked += 1
+        return super().__getitem__(place)
+
+
+def test_a_long_stop_sequence_that_is_not_completed_is_compared_once() -> None:
+    """Each end of what was held was compared, so that one of 65,000 characters took 0.2 s."""
+    length = 2000
+    held, Looked.num_looked = HeldText([Looked("a" * length)]), 0
+    assert held.add("a" * (length - 1)) == ""
+    assert held.add("b") == "a" * (length - 1) + "b"
+    assert Looked.num_looked < 20 * length
+
+
 BLOCKS = st.lists(
     st.tuples(st.sampled_from(["text", "thinking", "tool_use"]), st.text(ALPHABET, min_size=1, max_size=8)),
     max_size=6,

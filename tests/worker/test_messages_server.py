@@ -21,7 +21,7 @@ from test_frontdoor_exchange import (
 )
 from test_frontdoor_server import Script, chunked, house, post
 
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.messages import handlers, request
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 

@@ -7,8 +7,10 @@ import importlib.metadata
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -25,7 +27,8 @@ from worker.requests.fields import FIELDS as REQUEST_FIELDS
 from worker.requests.request import RequestLimits, parse_request
 from worker.requests.rollout import ROLLOUT
 from worker.runtimes.direct.request import OWN_FIELDS, parse
-from worker.runtimes.openengine import wire
+from worker.runtimes.openengine import inference, wire
+from worker.runtimes.openengine import request as request_module
 from worker.runtimes.openengine.answer import MOST_TOKENS, Answer
 from worker.runtimes.openengine.asking import own_name, written
 from worker.runtimes.openengine.errors import LostEvents, UnknownModel, Unsupported
@@ -246,6 +249,33 @@ def test_fields_of_another_schema_are_refused() -> None:
     ):
         with pytest.raises(Unsupported, match=f"^{where}: field number (999|4) is not in the schema"):
             reading(wire.GenerateRequest.FromString(plain + added))
+
+
+def test_more_conditions_than_can_be_kept_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 million of them are 64 MiB, and took minutes in the event loop."""
+    monkeypatch.setattr(request_module, "_refuse_unknown", lambda *_: pytest.fail("each of them was looked at"))
+    many = wire.GenerateRequest(prompt="a")
+    many.stopping.conditions.extend([wire.StopCondition(stop_token_id=5)] * 1089)
+    assert attempt(reading, many)[1] == "stopping.conditions"
+
+
+@pytest.mark.parametrize("count", [1, 40_000])
+async def test_a_large_request_is_read_beside_the_event_loop(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noted(*_: Any) -> Asked:
+        threads.append(threading.current_thread())
+        raise InvalidRequest("input", "is read")
+
+    monkeypatch.setattr(inference, "read", noted)
+    arguments = SimpleNamespace(served_model_name="tiny", model_path="/models/tiny")
+    server: Any = SimpleNamespace(arguments=arguments, info=SimpleNamespace(honours_priority=False))
+    served, context = inference.Inference(server), SimpleNamespace(invocation_metadata=tuple)
+    served.direct = server
+    asked = wire.GenerateRequest(token_ids=wire.TokenIds(ids=[5] * count))
+    with pytest.raises(InvalidRequest, match="is read"):
+        await served.generate(asked, context)
+    assert [thread is threading.current_thread() for thread in threads] == [count == 1]
 
 
 def test_other_models_are_refused() -> None:

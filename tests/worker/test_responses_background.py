@@ -14,7 +14,7 @@ from test_frontdoor_server import error_of, house, post
 from test_responses_events import chunk, usage
 
 from worker.frontdoor import bodies
-from worker.frontdoor.exchange import encoded
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.responses import service
 from worker.frontdoor.responses.service import responses_of
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from worker.frontdoor.chunks import Chunks
+from worker.frontdoor.encoding import encoded_in_turns
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.request_intake import AdmittedRequest
@@ -57,7 +58,7 @@ async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[by
     """The bodies of the requests for each choice. Raises `Refused`."""
     try:
         # `fields` may be large, and are changed
-        text = json.dumps(fields).encode()
+        text = await encoded_in_turns(fields)
         return await caller.door.rewriting.by_size(
             caller.request.label,
             len(text),
@@ -65,3 +66,5 @@ async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[by
         )
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None
+    except UnicodeEncodeError:
+        raise Refused(400, "the body has half of a surrogate pair") from None

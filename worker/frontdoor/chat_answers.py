@@ -25,7 +25,8 @@ async def answer_chat(exchange: Exchange) -> None:
     fields = exchange.fields()
     annotations: dict[str, Any] = {}
     returned = Returned.of(fields)
-    request = returned.request(scored_request(with_prompt_as_messages(fields)))
+    asked_for = fields if fields.get("prompt") is None else await exchange.read(with_prompt_as_messages)
+    request = returned.request(scored_request(asked_for))
     asked = _renamed(chat(exchange, request, annotations=annotations), fields)
     data = ReturnedData(returned, in_chat=True)
     async with aclosing(with_scores(asked, fields, data)) as chunks:

@@ -8,14 +8,14 @@ translated, or is answered by the front door itself, has a handler: a coroutine 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from worker.frontdoor.answering import Asker
 from worker.frontdoor.bodies import Body
+from worker.frontdoor.encoding import encoded, encoded_in_turns
 from worker.frontdoor.errors import Refused, internal_error
 from worker.frontdoor.http import COMMENT, INTERIM, Document, chunk, stream_head
 from worker.frontdoor.query import query_of
@@ -29,6 +29,8 @@ from worker.frontdoor.uploads import Upload
 logger = logging.getLogger(__name__)
 
 Handler = Callable[["Exchange"], Awaitable[None]]
+
+T = TypeVar("T")
 
 _EVENTS = b"text/event-stream"
 
@@ -163,6 +165,13 @@ class Exchange:
             self._fields = parsed(self.body)
         return self._fields
 
+    async def read(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """The result of ``read``, which looks at all of `fields`: those of a large body beside the
+        event loop. Raises as both.
+        """
+        call = partial(read, self.fields())
+        return await self.door.rewriting.by_size(self.request.label, len(self.body), call)
+
     # The answer.
 
     async def answer(self, status: int, content: Any, *, content_type: bytes = b"application/json") -> None:
@@ -173,7 +182,7 @@ class Exchange:
             content: Bytes, or what is encoded as JSON.
             content_type: Value of that header.
         """
-        body = content if isinstance(content, bytes) else encoded(content)
+        body = content if isinstance(content, bytes) else await encoded_in_turns(content)
         self.has_begun = self._has_ended = True
         self._client.received(self._client.written(status, Document(content_type, body)))
         self._client.answered(closes=False)
@@ -192,6 +201,10 @@ class Exchange:
         """Write bytes of the body, once the client keeps up."""
         await self._may_send.wait()
         self._client.received(chunk(data) if self._is_chunked else data)
+
+    async def send_event(self, content: Any) -> None:
+        """Write an event of a stream, which may be large; see `server_sent`."""
+        await self.send(b"data: %b\n\n" % await encoded_in_turns(content))
 
     async def end(self) -> None:
         """End an answer of unknown length."""
@@ -226,11 +239,6 @@ class Exchange:
 
 def _nothing() -> None:
     """Free no room."""
-
-
-def encoded(content: Any) -> bytes:
-    """JSON in UTF-8, without white space."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def server_sent(content: Any, name: str | None = None) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adapters.catalog import ANNOTATION, MAX_CHOICES, Catalog, Selection, SelectionError, parse_selection
@@ -37,6 +38,10 @@ _ROOM_OF_OTHERS = 64
 """Bytes of a selection beside what it has and the text of a prediction: names, and the choice."""
 
 TOO_DEEP = "the body is nested too deep"
+
+_MARK_BITS = 256
+"""Bits of a random number that no client can have written into its request."""
+
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -90,7 +95,7 @@ def rewritten_fields(
             raise FieldRefused("n", f"cannot be given beside the header {METADATA_HEADER.decode()}")
         if max_bytes is not None and len(first) * num_choices > max_bytes:  # before they are made
             raise Refused(413, f"n: {num_choices} choices make more than {max_bytes} bytes of requests", "n")
-        return (first, *map(_encoded, _other_choices(fields, num_choices)))
+        return (first, *_other_choices(fields, num_choices))
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None
 
@@ -340,19 +345,26 @@ def _predict(selection: dict[str, Any], text: str) -> None:
         selection["prediction"] = text
 
 
-def _other_choices(fields: Body, num_choices: int) -> Iterator[Body]:
-    """The requests for all choices but the first: the selection says which."""
+def _other_choices(fields: Body, num_choices: int) -> list[bytes]:
+    """The bodies for all choices but the first: the selection says which. They differ in a number
+    alone, so that the fields, which may be large, are encoded once.
+    """
     places = _places_in(fields)
     selection = _selection_in(places, None)
     first = selection.get("choice", 0)
     last = first + num_choices - 1
     if last >= MAX_CHOICES:
         raise FieldRefused("n", f"ends at choice {last}, the highest is {MAX_CHOICES - 1}")
-    for choice in range(first + 1, last + 1):
-        found = dict(fields)
-        text = json.dumps({**selection, "choice": choice}, separators=(",", ":"))
-        _annotate(found, places, ANNOTATION + text, False, lambda path: SELECTION_FIELD)
-        yield found
+    found, mark = dict(fields), secrets.randbits(_MARK_BITS)  # which stands for the number
+    _annotate(found, places, _chosen(selection, last), False, lambda path: SELECTION_FIELD)
+    found["nvext"]["annotations"][-1] = _chosen(selection, mark)
+    before, _, behind = _encoded(found).partition(b"%d" % mark)
+    return [b"%b%d%b" % (before, choice, behind) for choice in range(first + 1, last + 1)]
+
+
+def _chosen(selection: Mapping[str, Any], choice: int) -> str:
+    """The annotation with a selection, for one choice."""
+    return ANNOTATION + json.dumps({**selection, "choice": choice}, separators=(",", ":"))
 
 
 def _checked(text: str, catalog: Catalog, name: Callable[[str], str]) -> Selection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from worker import __version__
@@ -26,8 +27,10 @@ _OF_CHATS = (
     "return_token_strs",
 )
 _OF_TOKENS = ("model", "tokens")
-MAX_TOKENS = 1_000_000
-"""Token ids of one request to ``/detokenize``."""
+MAX_TOKENS = 131_072
+"""Token ids of one request to ``/detokenize``: the tokenizer keeps the interpreter to itself until
+it has decoded all of them.
+"""
 
 
 async def version(exchange: Exchange) -> None:
@@ -80,10 +83,14 @@ async def detokenize(exchange: Exchange) -> None:
     fields = exchange.fields()
     _check_names(fields, _OF_TOKENS, "/detokenize")
     ids = fields.get("tokens")
-    if not isinstance(ids, list) or not all(type(each) is int for each in ids) or len(ids) > MAX_TOKENS:
+    if not isinstance(ids, list) or len(ids) > MAX_TOKENS or not all(type(each) is int for each in ids):
         raise FieldRefused("tokens", f"must be a list of at most {MAX_TOKENS} token ids")
     await _served(exchange, _model(fields))
-    await exchange.answer(200, {"prompt": await exchange.door.texts.text(ids)})
+    texts = exchange.door.texts
+    await texts.tokenizer()
+    decode = partial(texts.text, ids)
+    text = await exchange.door.rewriting.by_size(exchange.request.label, len(exchange.body), decode)
+    await exchange.answer(200, {"prompt": text})
 
 
 def _check_names(fields: dict[str, Any], known: tuple[str, ...], path: str) -> None:

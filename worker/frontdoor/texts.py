@@ -40,9 +40,14 @@ class Texts:
                 self._size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         return self._tokenizer
 
-    async def text(self, ids: list[int]) -> str:
-        """The text of ``ids``, special tokens among it. Raises `Refused`."""
-        tokenizer = await self.tokenizer()
+    def text(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens among it, once `tokenizer` has loaded it.
+
+        Raises:
+            Refused: one is no id of the vocabulary.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
         for i, each in enumerate(ids):
             if not 0 <= each < self._size:
                 raise FieldRefused(f"tokens[{i}]", f"must be a token id below {self._size}, got {each}")

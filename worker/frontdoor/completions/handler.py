@@ -12,6 +12,8 @@ from worker.frontdoor.chat_stream import AnswerFailed, chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
+from worker.frontdoor.completions.prompt_scores import num_scores
+from worker.frontdoor.encoding import FEW
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
@@ -26,7 +28,7 @@ Take = Callable[[Chunk], Awaitable[None]]
 
 async def answer_completion(exchange: Exchange) -> None:
     """``POST /v1/completions`` with one of the fields of `is_translated`."""
-    asked = Asked.completion(exchange.fields())
+    asked = await exchange.read(Asked.completion)
     if not asked.is_streamed:
         await exchange.answer(200, await _whole(exchange, asked))
         return
@@ -68,7 +70,7 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
             same.pop("prompt_logprobs", None)
             await exchange.begin_events()
         first = {name: same[name] for name in ("id", "created") if name in same}
-        await exchange.send(server_sent(same | chunk | first))
+        await exchange.send_event(same | chunk | first)
 
     try:
         yield send
@@ -133,7 +135,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
             chunks = chat(own, asked.request(asked.prompts[index]), path=COMPLETIONS)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    for made in answer.take(chunk):
+                    for made in await _taken(own, answer, chunk):
                         await take(made)
             answer.check_complete()
 
@@ -144,3 +146,16 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return usage_of_prompts([answer.usage for answer in answers])
+
+
+async def _taken(caller: Caller, answer: PromptAnswer, chunk: Chunk) -> list[Chunk]:
+    """The client's chunks for a frontend's; log probabilities of a long prompt are put into them
+    beside the event loop.
+    """
+
+    def made() -> list[Chunk]:
+        return [*answer.take(chunk)]
+
+    if num_scores(chunk) <= FEW:
+        return made()
+    return await caller.door.rewriting.aside(caller.request.label, made)

@@ -14,6 +14,12 @@ from worker.requests.prompt_scores import END_TOKEN, PROMPT_LOGPROBS, PROMPT_TOK
 Entry = Mapping[str, Any]
 
 
+def num_scores(chunk: Mapping[str, Any]) -> int:
+    """Tokens of the prompt whose log probabilities are in a frontend's chunk."""
+    data = (chunk.get("nvext") or {}).get("engine_data") or {}
+    return len(data.get(PROMPT_LOGPROBS) or ())
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerData:
     """Part of the worker's data in a chunk that is for the front door.

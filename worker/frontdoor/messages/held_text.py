@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from worker.text.begun_stops import BegunStops
+
 
 class HeldText:
     """Holds back the end of a growing text in which a stop sequence may begin, or is complete.
@@ -17,18 +19,22 @@ class HeldText:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
+        self._begun = BegunStops(stops)
         self._held = ""
 
     def add(self, text: str) -> str:
         """Take more of the text; what of it can be shown."""
         whole = self._held + text
-        shown = len(whole) - self._num_held(whole)
+        self._begun.append(text)
+        complete = max((len(stop) for stop in self._stops if whole.endswith(stop)), default=0)
+        shown = len(whole) - max(complete, self._begun.length)
         self._held = whole[shown:]
         return whole[:shown]
 
     def release(self) -> str:
         """The rest, which other content follows, or the end of an answer that did not stop here."""
         held, self._held = self._held, ""
+        self._begun = BegunStops(self._stops)
         return held
 
     def stop(self) -> tuple[str, str | None]:
@@ -36,11 +42,3 @@ class HeldText:
         held = self.release()
         found = max((stop for stop in self._stops if held.endswith(stop)), key=len, default=None)
         return held if found is None else held[: len(held) - len(found)], found
-
-    def _num_held(self, text: str) -> int:
-        longest = max(map(len, self._stops), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

@@ -18,8 +18,9 @@ from adapters.vocabulary import ReasoningTokens
 from worker.engines.images import FIELD as IMAGES
 from worker.errors import InvalidRequest, shown
 from worker.frontdoor import http
+from worker.frontdoor.encoding import encoded, encoded_in_turns
 from worker.frontdoor.errors import Refused, internal_error
-from worker.frontdoor.exchange import encoded, server_sent
+from worker.frontdoor.exchange import server_sent
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.openengine.answer import AnswerForm
 from worker.frontdoor.openengine.body import AskedAnswer, client_name, read_body
@@ -158,7 +159,8 @@ class _Answering:
             if made.asked.is_streamed:
                 await self._stream(made, request_id, form, chunks)
             else:
-                await self.whole(200, encoded(form.whole([chunk async for chunk in chunks])))
+                whole = form.whole([chunk async for chunk in chunks])
+                await self.whole(200, await encoded_in_turns(whole))
 
     async def whole(self, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
         """Write a whole answer."""

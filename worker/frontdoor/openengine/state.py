@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
-from worker.frontdoor.exchange import encoded
 from worker.frontdoor.openengine.workers import Workers
 from worker.frontdoor.summaries import METRICS_TYPE
 from worker.runtimes.openengine import wire

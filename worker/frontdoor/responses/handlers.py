@@ -8,8 +8,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.exchange import Exchange, Handler, encoded
+from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.refusal_reading import checked

@@ -11,8 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange, encoded
+from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.summaries import Reply, Source, reply_of
 
 TIMEOUT_S = 600.0

@@ -24,7 +24,7 @@ async def answer_inference(exchange: Exchange) -> None:
     Raises:
         Refused: before the answer has begun.
     """
-    request = read(exchange.fields())
+    request = await exchange.read(read)
     model = await served_model(exchange, request.model)
     same = {"request_id": request.request_id or exchange.request_id, "output_mode": _mode(request)}
     try:

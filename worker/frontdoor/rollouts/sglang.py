@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from worker.engines.weights import ABORTED
@@ -29,7 +30,7 @@ async def answer_generate(exchange: Exchange) -> None:
         Refused: before the answer has begun.
     """
     fields = exchange.fields()
-    batch = read(fields)
+    batch = await exchange.read(read)
     model = await served_model(exchange, batch.model, "lora_path" if fields.get("lora_path") is not None else "model")
     if not batch.streams:
         answers = await _whole(exchange, batch, model)
@@ -40,7 +41,7 @@ async def answer_generate(exchange: Exchange) -> None:
             async for index, answer in events:
                 if not exchange.has_begun:
                     await exchange.begin_events()
-                await exchange.send(server_sent({**answer, "index": index} if batch.is_batch else answer))
+                await exchange.send_event({**answer, "index": index} if batch.is_batch else answer)
     except Refused as refused:
         if not exchange.has_begun:
             raise
@@ -110,6 +111,25 @@ async def _answers(
         raise renamed(refused, request.names) from None
 
 
+@dataclass(slots=True)
+class _Scores:
+    """Log probabilities of one choice in SGLang's form, as far as they have been made.
+
+    Attributes:
+        output: Entry of each token of the answer.
+        output_top: Entries of its alternatives.
+        input: Fields about the prompt, None before they are made.
+    """
+
+    output: list[list[Any]] = field(default_factory=list)
+    output_top: list[list[list[Any]]] = field(default_factory=list)
+    input: Answer | None = None
+
+    def keep(self, num_tokens: int) -> None:
+        """Keep the entries of the first tokens alone: an answer that is not wanted is dropped."""
+        del self.output[num_tokens:], self.output_top[num_tokens:]
+
+
 class _Form:
     """Puts answers to one prompt into SGLang's form.
 
@@ -123,6 +143,7 @@ class _Form:
         self._caller = caller
         self._request = request
         self._has_texts = has_texts
+        self._made: dict[int, _Scores] = {}
 
     async def answer(self, index: int, generated: Generated, seconds: float) -> Answer:
         """The answer of one choice so far."""
@@ -138,26 +159,33 @@ class _Form:
             "e2e_latency": seconds,
         }
         if self._request.top is not None:
-            meta |= await self._logprobs(generated)
+            meta |= await self._logprobs(index, generated)
         return {"text": generated.text, "output_ids": list(generated.token_ids), "meta_info": meta}
 
-    async def _logprobs(self, generated: Generated) -> Answer:
-        ids, top = generated.token_ids, self._request.top
-        tempered = generated.per_token["tempered"]
-        found: Answer = {
-            "output_token_logprobs": [await self._entry(one, id_) for one, id_ in zip(tempered, ids, strict=True)]
-        }
+    async def _logprobs(self, index: int, generated: Generated) -> Answer:
+        """The log probabilities of a choice so far, of which those in earlier events are kept."""
+        made, top = self._made.setdefault(index, _Scores()), self._request.top
+        ids, tempered = generated.token_ids, generated.per_token["tempered"]
+        made.keep(len(ids))
+        for place in range(len(made.output), len(ids)):
+            made.output.append(await self._entry(tempered[place], ids[place]))
+        found: Answer = {"output_token_logprobs": list(made.output)}
         if top:
-            found["output_top_logprobs"] = [
-                [await self._entry(logprob, id_) for id_, logprob in position] for position in generated.per_token[TOP]
-            ]
-        scores = generated.scores
-        if self._request.scores_from < 0 or scores is None:
+            for position in generated.per_token[TOP][len(made.output_top) : len(ids)]:
+                made.output_top.append([await self._entry(logprob, id_) for id_, logprob in position])
+            found["output_top_logprobs"] = list(made.output_top)
+        if self._request.scores_from < 0 or generated.scores is None:
             return {"input_token_logprobs": [], **found}
-        start = self._request.scores_from
+        if made.input is None:
+            made.input = await self._input(generated.scores)
+        return {**found, **made.input}
+
+    async def _input(self, scores: PromptScores) -> Answer:
+        """The log probabilities of the prompt."""
+        start, top = self._request.scores_from, self._request.top
         if start >= len(scores.tokens):
             raise FieldRefused("logprob_start_len", f"must be below the {len(scores.tokens)} tokens of the prompt")
-        found["input_token_logprobs"] = [await self._entry(own, int(id_)) for own, id_ in _own(scores, start)]
+        found: Answer = {"input_token_logprobs": [await self._entry(own, int(id_)) for own, id_ in _own(scores, start)]}
         if top:
             found["input_top_logprobs"] = [
                 None if entries is None else [await self._entry(one["logprob"], int(id_)) for id_, one in entries]

@@ -25,6 +25,9 @@ from worker.server import RequestServer
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 16 * 1024
+"""Bytes of the largest request that the event loop reads itself: about 20 ms at worst."""
+
 STALL_S = 60.0
 """Seconds for which a client may read nothing of its answer; then its request is ended."""
 
@@ -108,7 +111,10 @@ class Inference:
         with self._run(request_id) as running:
             honours_priority = self._server.info.honours_priority
             hints = read_hints(context.invocation_metadata(), honours_priority=honours_priority)
-            asked = read(request, self.names, hints)
+            if request.ByteSize() <= AT_ONCE:
+                asked = read(request, self.names, hints)
+            else:
+                asked = await asyncio.to_thread(read, request, self.names, hints)
             try:
                 running.request = _uncut(await direct.parsed(asked.message))
                 async with contextlib.aclosing(self._answer(request_id, asked, running, hints)) as events:

@@ -21,6 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from adapters.strict_json import decoder
 from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.client import METADATA_KEY
+from worker.requests.fields import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.errors import UnknownModel, Unsupported, WrongRole
 from worker.runtimes.openengine.media import pictures, told_media
@@ -148,6 +149,7 @@ def read(request: wire.GenerateRequest, names: Iterable[str], hints: CallHints) 
         InvalidRequest: a field is unknown, malformed, or asks for what this worker does not have;
             the others are checked where the request is served.
     """
+    _check_number(request.stopping)
     _refuse_unknown(request, "")
     _check_identity(request, names)
     message: dict[str, Any] = {}
@@ -246,6 +248,13 @@ def _refuse_unknown(message: Message, path: str) -> None:
             continue
         for each in (value,) if isinstance(value, Message) else value:
             _refuse_unknown(each, f"{path}{one.name}.")
+
+
+def _check_number(options: wire.StoppingOptions) -> None:
+    """Refuse more conditions than can be kept, before each of millions is looked at."""
+    most = MAX_STOP_STRINGS + MAX_STOP_TOKEN_IDS
+    if len(options.conditions) > most:
+        raise InvalidRequest("stopping.conditions", f"must be at most {most}, got {len(options.conditions)}")
 
 
 def _check_identity(request: wire.GenerateRequest, names: Iterable[str]) -> None:
