@@ -86,6 +86,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"engine": "vllm", "disaggregated": True, "workers": {"args": ["--kv_transfer_devices=all"]}},
     ),
     "a long drain": ("pair", {"disaggregated": True, "workers": {"drainTimeoutSeconds": 300}}),
+    "a late drain": (
+        "pair",
+        {
+            "disaggregated": True,
+            "workers": {"env": [{"name": "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "value": "90"}]},
+        },
+    ),
     "names that YAML would read as something else": (
         "null",
         {
@@ -159,6 +166,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--drain-timeout-s is given by the value workers.drainTimeoutSeconds alone",
     ),
     "another port of a frontend": ({"frontend": {"args": ["--http-port=9000"]}}, "--http-port is the chart's own"),
+    "a frontend that is reached past its front door": (
+        {"frontend": {"args": ["--http-host", "0.0.0.0"]}},
+        "frontend: --http-host is the chart's own",
+    ),
     "another system port": (
         {"workers": {"env": [{"name": "DYN_SYSTEM_PORT", "value": "8081"}]}},
         "DYN_SYSTEM_PORT is the chart's own",
@@ -321,6 +332,14 @@ def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, Rendered]) -> None:
             [each["args"] for each in one["containers"] if each["name"] == "main"] for one in (pod, usual)
         )
         assert given == [*known, *(["--drain-timeout-s", "300"] if is_worker else [])]
+
+
+def test_a_pod_has_the_time_before_its_drain(rendered: dict[str, Rendered]) -> None:
+    """In which the runtime still takes requests: 5 s, unless values say another time."""
+    (late,), (plain,) = resources(rendered, "a late drain"), resources(rendered, "disagg")
+    for one, other in zip(late["spec"]["components"], plain["spec"]["components"], strict=True):
+        longer, usual = (each["podTemplate"]["spec"]["terminationGracePeriodSeconds"] for each in (one, other))
+        assert longer - usual == (85 if one["type"] in ("prefill", "decode") else 0)
 
 
 def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, Rendered]) -> None:

@@ -299,6 +299,13 @@ limits: {memory: 64Gi, nvidia.com/gpu: "1"}
 {{- $cache := $values.workers.cacheSize | default ($packs | ternary "" "16Gi") -}}
 {{- $startup := int $values.workers.startupSeconds | default ($embedded | ternary 600 1800) -}}
 {{- $known := list "models" "tmp" "cache" -}}
+{{- /* seconds until the runtime starts the drain */}}
+{{- $wait := 5 -}}
+{{- range $values.workers.env -}}
+{{- if eq .name "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS" -}}
+{{- $wait = float64 .value | ceil | int | max 5 -}}
+{{- end -}}
+{{- end -}}
 {{- $volumes := include "dlw.volumes" (dict "of" "workers" "known" $known "given" $values.workers.volumes "mounts" (dict "workers" $values.workers.volumeMounts)) -}}
 name: {{ .type }}
 type: {{ .type }}
@@ -315,7 +322,7 @@ podTemplate:
     {{- . | nindent 4 }}
   {{- end }}
   spec:
-    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (add (int $values.workers.drainTimeoutSeconds) (eq .type "prefill" | ternary 75 45))) | nindent 4 }}
+    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (add (int $values.workers.drainTimeoutSeconds) $wait (eq .type "prefill" | ternary 70 40))) | nindent 4 }}
     containers:
       - name: main
         image: {{ include "dlw.imageOf" (dict "root" .root "engine" $values.engine) | quote }}
