@@ -139,7 +139,7 @@ MISTYPED: dict[str, list[Any]] = {
     "frontDoor.apiKeys.key": ["", "a/b", 1],
     "frontDoor.apiKeys.metricsKey": ["", "a b", 1],
     "image.pullSecrets": ["a", [{"name": "a"}], [1]],
-    "image.dynamoVersion": [1.4, "1.4", "v1.4.2"],
+    "image.dynamoVersion": [1.4, "1.4", "v1.4.2", "01.4.2"],
     "workers.cacheSize": ["16 GiB", 16, "0", "-1Gi"],
     "workers.startupSeconds": [-1, 1.5, "600"],
     "workers.resources.limits.memory": ["16Gib", "-1", 1],
