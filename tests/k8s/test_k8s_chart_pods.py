@@ -5,6 +5,7 @@ cache of converted checkpoints, times and names.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import shutil
@@ -368,6 +369,32 @@ def test_an_upgrade_takes_the_values_of_an_older_chart(
     found = render(helm, [("dlw-agg", CASES[case]) for case in cases], older)
     for case, files in zip(cases, found, strict=True):
         assert by_name(resources_of(files)) == by_name(resources_of(rendered[case])), case
+
+
+LOOKUP = 'lookup "nvidia.com/v1beta1" "DynamoGraphDeployment" .root.Release.Namespace (include "dlw.name" .root)'
+
+
+@pytest.mark.parametrize(("scaled", "kept"), [({"replicas": 3}, 3), ({}, 1)])
+def test_an_upgrade_keeps_the_number_that_runs(helm: Path, tmp_path: Path, scaled: dict[str, int], kept: int) -> None:
+    """The operator refuses another one, where an autoscaler has the number; one that is not given
+    is 1.
+    """
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    helpers = chart / "templates" / "_helpers.tpl"
+    live = {"spec": {"components": [{"name": "Frontend", "replicas": 7}, {"name": "worker", **scaled}]}}
+    text = helpers.read_text()
+    assert LOOKUP in text
+    helpers.write_text(text.replace(LOOKUP, f"fromJson {json.dumps(json.dumps(live))}"))  # what a cluster answers
+    given = [{"autoscaling": {"enabled": True, "minReplicas": 2}}, {"workers": {"replicas": 2}}]
+    counts = [
+        [
+            part["replicas"]
+            for part in by_name(resources_of(files))["DynamoGraphDeployment", "dlw-agg"]["spec"]["components"]
+        ]
+        for files in render(helm, [("dlw-agg", values) for values in given], chart)
+    ]
+    assert counts == [[1, kept], [1, 2]]
 
 
 def test_every_empty_value_is_tried() -> None:

@@ -291,6 +291,22 @@ limits: {memory: 64Gi, nvidia.com/gpu: "1"}
 {{- end }}
 {{- end }}
 
+{{/* Number of workers of a kind: root, type. With an autoscaler it is the number that runs: the operator refuses an upgrade
+     that changes what its scaling adapter owns. */}}
+{{- define "dlw.replicas" -}}
+{{- $values := .root.Values -}}
+{{- $found := $values.autoscaling.enabled | ternary $values.autoscaling.minReplicas $values.workers.replicas -}}
+{{- if $values.autoscaling.enabled -}}
+{{- $live := lookup "nvidia.com/v1beta1" "DynamoGraphDeployment" .root.Release.Namespace (include "dlw.name" .root) -}}
+{{- range ($live.spec).components -}}
+{{- if eq .name $.type -}}
+{{- $found = hasKey . "replicas" | ternary .replicas 1 -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- int $found -}}
+{{- end }}
+
 {{/* One kind of worker, an item of the graph's components: root, type */}}
 {{- define "dlw.worker" -}}
 {{- $values := .root.Values -}}
@@ -309,7 +325,7 @@ limits: {memory: 64Gi, nvidia.com/gpu: "1"}
 {{- $volumes := include "dlw.volumes" (dict "of" "workers" "known" $known "given" $values.workers.volumes "mounts" (dict "workers" $values.workers.volumeMounts)) -}}
 name: {{ .type }}
 type: {{ .type }}
-replicas: {{ $values.autoscaling.enabled | ternary $values.autoscaling.minReplicas $values.workers.replicas }}
+replicas: {{ include "dlw.replicas" . }}
 {{- if $values.autoscaling.enabled }}
 scalingAdapter: {}
 {{- end }}
