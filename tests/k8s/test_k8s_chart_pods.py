@@ -117,23 +117,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 
+OF_PODS: dict[str, list[Any]] = {
+    "podAnnotations": [{"a": True}, []],
+    "podLabels": [{"a": 1}, {"a": "two words"}, "a"],
+    "nodeSelector": [{"gpu": True}, ["gpu"]],
+    "tolerations": [[{"kee": "a"}], [{"operator": "exists"}], [{"effect": "Never"}], {}],
+    "affinity": [{"nodeAfinity": {}}, {"podAffinity": {"required": []}}, []],
+    "topologySpreadConstraints": [[{"maxSkew": 1}], [{**SPREAD, "maxSkew": 0}], [{**SPREAD, "key": "a"}], {}],
+    "priorityClassName": [1, "High", ["high"]],
+    "serviceAccountName": [1, "a b"],
+    "volumes": [[{"name": "a"}], [{"name": "a", "configmap": {}}], [{"name": "A", "secret": {}}], {}],
+    "volumeMounts": [[{"name": "a"}], [{"name": "a", "mountPath": "b"}], [{"name": "a", "path": "/b"}], {}],
+}
+"""Values of wrong types that frontend and workers have."""
+
 MISTYPED: dict[str, list[Any]] = {
-    **{
-        f"{part}.{name}": values
-        for part in ("frontend", "workers")
-        for name, values in {
-            "podAnnotations": [{"a": True}, []],
-            "podLabels": [{"a": 1}, {"a": "two words"}, "a"],
-            "nodeSelector": [{"gpu": True}, ["gpu"]],
-            "tolerations": [[{"kee": "a"}], [{"operator": "exists"}], [{"effect": "Never"}], {}],
-            "affinity": [{"nodeAfinity": {}}, {"podAffinity": {"required": []}}, []],
-            "topologySpreadConstraints": [[{"maxSkew": 1}], [{**SPREAD, "maxSkew": 0}], [{**SPREAD, "key": "a"}], {}],
-            "priorityClassName": [1, "High", ["high"]],
-            "serviceAccountName": [1, "a b"],
-            "volumes": [[{"name": "a"}], [{"name": "a", "configmap": {}}], [{"name": "A", "secret": {}}], {}],
-            "volumeMounts": [[{"name": "a"}], [{"name": "a", "mountPath": "b"}], [{"name": "a", "path": "/b"}], {}],
-        }.items()
-    },
+    **{f"{part}.{name}": values for part in ("frontend", "workers") for name, values in OF_PODS.items()},
     "frontDoor.volumeMounts": [[{"name": "a"}], {}],
     "frontDoor.apiKeys": [{"secrets": "a"}, "a"],
     "frontDoor.apiKeys.secret": [1, "A"],
