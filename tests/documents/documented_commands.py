@@ -56,7 +56,7 @@ OTHERS_COMMANDS = {
         "llm",
         "lm_eval",
     ),
-    *("nats", "od", "openssl", "pip", "sed", "tr"),
+    *("nats", "od", "openssl", "pip", "sed", "tail", "tr"),
 }
 """Commands that are not ours, and that have no parser here."""
 

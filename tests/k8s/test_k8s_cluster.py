@@ -20,6 +20,7 @@ import test_k8s_chart
 import yaml
 from e2e_stack import wait_for
 from external_metrics import api_service, external_metrics
+from helm_chart import Rendered
 from kube_api import KubeApi, collection, definition, fields, kube_api
 from manifest_files import FOLDER
 from test_k8s_chart import resources
@@ -102,9 +103,7 @@ def test_the_server_takes_what_is_its_own(api: KubeApi, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_server_takes_what_the_chart_makes(
-    api: KubeApi, rendered: dict[str, dict[str, str] | str], case: str
-) -> None:
+def test_the_server_takes_what_the_chart_makes(api: KubeApi, rendered: dict[str, Rendered], case: str) -> None:
     for each in resources(rendered, case):
         if each["kind"] not in OF_OTHERS:
             answer = api.apply(yaml.safe_dump(served(each)), plural(each))
@@ -206,7 +205,7 @@ def adapter() -> dict[str, Any]:
     return made
 
 
-def test_an_autoscaler_follows_the_waiting_requests(api: KubeApi, rendered: dict[str, dict[str, str] | str]) -> None:
+def test_an_autoscaler_follows_the_waiting_requests(api: KubeApi, rendered: dict[str, Rendered]) -> None:
     (scaler,) = (each for each in resources(rendered, "hpa") if each["kind"] == "HorizontalPodAutoscaler")
     api.define(adapter())
     adapters = collection("nvidia.com/v1beta1", "dynamographdeploymentscalingadapters")

@@ -97,6 +97,7 @@ def start(stack: Stack, python: Path, part: Component, log: Path, *, door: bool 
     words = [word.replace(":8001", f":{behind}") for word in words]
     given = {name: here.get(value, value) for name, value in part.environ.items()}
     own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": "", "DYN_SYSTEM_PORT": port}
+    own["XDG_CACHE_HOME"] = f"{stack.directory}/cache"
     command = [str(python), *container["command"][1:], *words]
     return Process(command, {**given, **stack.environ, **own, "DLW_POOL_SECRET": given.get("DLW_POOL_SECRET", "")}, log)
 

@@ -161,6 +161,19 @@ def mounts(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {mount["mountPath"]: mount for mount in container["volumeMounts"]}
 
 
+@each_worker
+def test_a_converted_checkpoint_has_a_place(component: Component) -> None:
+    """One that is written, and whose size is limited: the claim's, or the volume's own."""
+    mount = mounts(component.main)[component.environ["XDG_CACHE_HOME"]]
+    assert not mount.get("readOnly")
+    (volume,) = (each for each in component.pod["volumes"] if each["name"] == mount["name"])
+    if component.engine == "embedded":
+        assert mount["subPath"].startswith(".")
+        assert volume["persistentVolumeClaim"] == {"claimName": models()[0]["metadata"]["name"]}
+    else:
+        assert "sizeLimit" in volume["emptyDir"]
+
+
 @each_component
 def test_a_pod_has_a_claim_in_one_volume(component: Component) -> None:
     """Kubelet mounts a claim once for each pod: one that has it in two volumes never starts."""

@@ -169,6 +169,17 @@ def test_the_pod_is_confined(name: str) -> None:
     assert claims_named_twice(spec) == set()
 
 
+@each_worker
+def test_a_converted_checkpoint_has_a_place(name: str) -> None:
+    """On the models' volume, beside the packed copies."""
+    mounts = {mount["mountPath"]: mount for mount in container(name)["volumeMounts"]}
+    assert mounts[environ_of(name)["XDG_CACHE_HOME"]] == {
+        **mounts[str(arguments_of(name).packed_copy)],
+        "mountPath": "/cache",
+        "subPath": ".cache",
+    }
+
+
 def test_policies_and_budgets_and_the_scrape_select_the_pods() -> None:
     ports = {"dlw-nats": [4222, 8222], "dlw-worker": [arguments_of("dlw-worker").metrics_port]}
     for name, policy in of_kind("NetworkPolicy").items():
@@ -279,6 +290,7 @@ def start_worker(name: str, server: NatsServer, directory: Path) -> tuple[Proces
     ]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), **environ_of(name), "HOME": str(directory)}
     environ |= {"WORKER_NATS_URL": url_of(server, "worker"), "OMP_NUM_THREADS": "1"}
+    environ["XDG_CACHE_HOME"] = f"{directory}{environ['XDG_CACHE_HOME']}"
     process = Process([sys.executable, "-m", "worker", *words], environ, directory / f"{name}.log")
     return process, f"http://127.0.0.1:{port}"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from e2e_stack import Stack, http, running_stack, wait_for
+from gguf_files import Source
 from manifest_files import Component, components
 from ports import free_port
 from running_pods import Limits, RunningContainer, num_bytes
@@ -41,14 +42,15 @@ def run(stack: Stack, part: Component, container: dict[str, Any], **environ: str
     """
     system_port, behind = str(free_port()), str(stack.inner_port)
     ports = {"8000": str(stack.http_port), "8001": behind, "9090": system_port}
-    here = {**ports, "0.0.0.0": "127.0.0.1", "eth0": "lo"}
+    here = {**ports, "0.0.0.0": "127.0.0.1", "eth0": "lo", "/cache": f"{stack.directory}/cache"}
     words = [here.get(word, word).replace(":8001", f":{behind}") for word in container["args"]]
     for folder in ("/models/", "/packed"):
         words = [word.replace(folder, f"{stack.directory}{folder}") for word in words]
     command = [sys.executable, *container["command"][1:], *words]
     given = {name: here.get(value, value) for name, value in part.environ.items()}
     own = {"HOME": str(stack.directory), "DYN_NAMESPACE_WORKER_SUFFIX": ""}
-    kept: dict[str, str] = {name: given[name] for name in ("DLW_POOL_SECRET", "DYN_SYSTEM_PORT") if name in given}
+    of_pod = ("DLW_POOL_SECRET", "DYN_SYSTEM_PORT", "XDG_CACHE_HOME")
+    kept: dict[str, str] = {name: given[name] for name in of_pod if name in given}
     log = stack.directory / f"{part.type}-{container['name']}.log"
     grace_s = part.pod["terminationGracePeriodSeconds"]
     return RunningContainer(
@@ -101,6 +103,23 @@ def test_a_frontend_that_leaves_loses_no_answer(stack: Stack) -> None:
             assert late[0] == 200, late
             assert stream.read().endswith(b"data: [DONE]\n\n")
         assert [end.result() for end in ends] == [0, 0]
+
+
+def test_a_converted_checkpoint_outlives_its_pod(stack: Stack) -> None:
+    """In the volume that is mounted for it: there is nothing of it below HOME, which is small."""
+    models = stack.directory / "models"
+    Source(models / MODEL).write(models / "tiny.gguf")
+    (part,) = (part for part in components("worker") if part.graph == "agg")
+    container = {**part.main, "args": [word.replace(MODEL, "tiny.gguf") for word in part.main["args"]]}
+    logs = []
+    for _ in range(2):
+        with closing(run(stack, part, container)) as pod:
+            pod.await_ready(START_S)
+            logs.append(pod.process.log)
+            assert pod.end() == 0
+    assert ["converting tiny" in log for log in logs] == [True, False], logs
+    (kept,) = stack.directory.rglob("dynamo-logits-worker/models/*/tiny/model.safetensors")
+    assert kept.is_relative_to(stack.directory / "cache")
 
 
 def json_request(url: str, body: dict[str, Any]) -> urllib.request.Request:

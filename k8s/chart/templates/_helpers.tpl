@@ -18,10 +18,53 @@ nvidia.com/dynamo-graph-deployment-name: {{ include "dlw.name" .root | quote }}
 nvidia.com/dynamo-component-type: {{ .type }}
 {{- end }}
 
+{{/* Annotations and labels that values give the pods of one kind: root, type */}}
+{{- define "dlw.podMetadata" -}}
+{{- $given := eq .type "frontend" | ternary .root.Values.frontend .root.Values.workers -}}
+{{- $name := eq .type "frontend" | ternary "frontend" "workers" -}}
+{{- range $label, $_ := include "dlw.labels" . | fromYaml -}}
+{{- if hasKey ($given.podLabels | default dict) $label -}}
+{{- fail (printf "%s.podLabels: %s is the operator's own" $name $label) -}}
+{{- end -}}
+{{- end -}}
+{{- with $given.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $given.podLabels }}
+labels:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Topology spread constraints of the pods of one kind, over its own pods where they name none: root, type */}}
+{{- define "dlw.spread" -}}
+{{- $given := eq .type "frontend" | ternary .root.Values.frontend .root.Values.workers -}}
+{{- $selector := dict "labelSelector" (dict "matchLabels" (include "dlw.labels" . | fromYaml)) -}}
+{{- $own := list (dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway") -}}
+{{- $found := list -}}
+{{- range $given.topologySpreadConstraints | default $own -}}
+{{- $found = append $found (hasKey . "labelSelector" | ternary (dict) $selector | merge (deepCopy .)) -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end }}
+
 {{/* What all pods have: root, type, grace */}}
 {{- define "dlw.pod" -}}
+{{- $given := eq .type "frontend" | ternary .root.Values.frontend .root.Values.workers -}}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .grace }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
+{{- range list "serviceAccountName" "priorityClassName" "nodeSelector" "tolerations" "affinity" }}
+{{- if get $given . }}
+{{ pick $given . | toYaml }}
+{{- end }}
+{{- end }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 1000
@@ -31,12 +74,7 @@ securityContext:
   seccompProfile:
     type: RuntimeDefault
 topologySpreadConstraints:
-  - maxSkew: 1
-    topologyKey: kubernetes.io/hostname
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "dlw.labels" . | nindent 8 }}
+  {{- include "dlw.spread" . | nindent 2 }}
 {{- end }}
 
 {{/* Probes and the security context of a container: port, failures */}}
@@ -61,6 +99,30 @@ securityContext:
   readOnlyRootFilesystem: true
   capabilities:
     drop: [ALL]
+{{- end }}
+
+{{/* Volumes that values give, once none has a name or a place of the chart's own: given, known (names of the chart's), of,
+     mounts (lists of mounts by the value's name) */}}
+{{- define "dlw.volumes" -}}
+{{- $names := .known -}}
+{{- range .given -}}
+{{- if has .name $.known -}}
+{{- fail (printf "%s.volumes: the name %s is the chart's own" $.of .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- range $value, $mounts := .mounts -}}
+{{- range $mounts -}}
+{{- if has (trimSuffix "/" .mountPath) (list "/models" "/tmp" "/packed" "/cache" "/api-keys") -}}
+{{- fail (printf "%s.volumeMounts: the place %s is the chart's own" $value .mountPath) -}}
+{{- else if not (has .name $names) -}}
+{{- fail (printf "%s.volumeMounts: %s is no volume of %s.volumes" $value .name $.of) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with .given -}}
+{{- toYaml . -}}
+{{- end -}}
 {{- end }}
 
 {{/* Options that values give, by flag; with vLLM, flags may have underscores: args, the beginning of their variables' names
@@ -118,6 +180,9 @@ securityContext:
 {{- fail (printf "frontDoor: %s is the chart's own" .) -}}
 {{- end -}}
 {{- end -}}
+{{- if and (.apiKeys).secret (hasKey $found "--api-key-file") -}}
+{{- fail "frontDoor: --api-key-file is given by the value frontDoor.apiKeys.secret alone" -}}
+{{- end -}}
 {{- toJson $found -}}
 {{- end -}}
 {{- end }}
@@ -134,7 +199,7 @@ securityContext:
 {{- $kept = append $kept . -}}
 {{- end -}}
 {{- end -}}
-{{- concat $kept .given | toYaml -}}
+{{- concat $kept (.given | default list) | toYaml -}}
 {{- end }}
 
 {{/* Arguments of a worker: root, type */}}
@@ -201,8 +266,17 @@ securityContext:
 # Without it torch starts a thread for every core of the node.
 - name: OMP_NUM_THREADS
   valueFrom:
-    resourceFieldRef: {containerName: main, resource: limits.cpu}
+    resourceFieldRef: {containerName: main, resource: {{ include "dlw.countedCores" .root }}}
 {{- end }}
+# The checkpoint that a GGUF file is converted into, once.
+- name: XDG_CACHE_HOME
+  value: /cache
+{{- end }}
+
+{{/* The amount of cores that a worker counts as its own: a limit that is not given would be the node's cores. */}}
+{{- define "dlw.countedCores" -}}
+{{- $resources := include "dlw.workerResources" . | fromYaml -}}
+{{- if and ($resources.requests).cpu (not ($resources.limits).cpu) -}}requests.cpu{{- else -}}limits.cpu{{- end -}}
 {{- end }}
 
 {{- define "dlw.workerResources" -}}
@@ -217,20 +291,54 @@ limits: {memory: 64Gi, nvidia.com/gpu: "1"}
 {{- end }}
 {{- end }}
 
+{{/* Number of workers of a kind: root, type. With an autoscaler it is the number that runs: the operator refuses an upgrade
+     that changes what its scaling adapter owns. */}}
+{{- define "dlw.replicas" -}}
+{{- $values := .root.Values -}}
+{{- $found := $values.autoscaling.enabled | ternary $values.autoscaling.minReplicas $values.workers.replicas -}}
+{{- if $values.autoscaling.enabled -}}
+{{- $live := lookup "nvidia.com/v1beta1" "DynamoGraphDeployment" .root.Release.Namespace (include "dlw.name" .root) -}}
+{{- range ($live.spec).components -}}
+{{- if eq .name $.type -}}
+{{- $found = hasKey . "replicas" | ternary .replicas 1 -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- int $found -}}
+{{- end }}
+
 {{/* One kind of worker, an item of the graph's components: root, type */}}
 {{- define "dlw.worker" -}}
 {{- $values := .root.Values -}}
 {{- $embedded := eq $values.engine "embedded" -}}
 {{- $packs := and $embedded (ne (get (include "dlw.givenToWorkers" .root | fromJson) "--packed-copy") "off") -}}
+{{- $cache := $values.workers.cacheSize | default ($packs | ternary "" "16Gi") -}}
+{{- $startup := int $values.workers.startupSeconds | default ($embedded | ternary 600 1800) -}}
+{{- $known := list "models" "tmp" "cache" -}}
+{{- /* seconds until the runtime starts the drain */}}
+{{- $wait := 5 -}}
+{{- range $values.workers.env -}}
+{{- if eq .name "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS" -}}
+{{- $wait = float64 .value | ceil | int | max 5 -}}
+{{- end -}}
+{{- end -}}
+{{- $volumes := include "dlw.volumes" (dict "of" "workers" "known" $known "given" $values.workers.volumes "mounts" (dict "workers" $values.workers.volumeMounts)) -}}
 name: {{ .type }}
 type: {{ .type }}
-replicas: {{ $values.autoscaling.enabled | ternary $values.autoscaling.minReplicas $values.workers.replicas }}
+replicas: {{ include "dlw.replicas" . }}
 {{- if $values.autoscaling.enabled }}
 scalingAdapter: {}
 {{- end }}
+{{- with $values.image.dynamoVersion }}
+runtimeVersionOverride: {{ . | quote }}
+{{- end }}
 podTemplate:
+  {{- with include "dlw.podMetadata" . }}
+  metadata:
+    {{- . | nindent 4 }}
+  {{- end }}
   spec:
-    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (add (int $values.workers.drainTimeoutSeconds) (eq .type "prefill" | ternary 75 45))) | nindent 4 }}
+    {{- include "dlw.pod" (dict "root" .root "type" .type "grace" (add (int $values.workers.drainTimeoutSeconds) $wait (eq .type "prefill" | ternary 70 40))) | nindent 4 }}
     containers:
       - name: main
         image: {{ include "dlw.imageOf" (dict "root" .root "engine" $values.engine) | quote }}
@@ -240,7 +348,7 @@ podTemplate:
           {{- include "dlw.workerArgs" . | nindent 10 }}
         env:
           {{- include "dlw.env" (dict "own" (include "dlw.workerEnv" .) "given" $values.workers.env) | nindent 10 }}
-        {{- include "dlw.container" (dict "port" 9090 "failures" ($embedded | ternary 60 180)) | nindent 8 }}
+        {{- include "dlw.container" (dict "port" 9090 "failures" (div (add $startup 9) 10)) | nindent 8 }}
         resources:
           {{- include "dlw.workerResources" .root | nindent 10 }}
         volumeMounts:
@@ -250,9 +358,24 @@ podTemplate:
           # What a start leaves for the next one. The same volume: a pod that has a claim in two does not start.
           - {name: models, mountPath: /packed, subPath: .packed}
           {{- end }}
+          {{- if $cache }}
+          - {name: cache, mountPath: /cache}
+          {{- else }}
+          - {name: models, mountPath: /cache, subPath: .cache}
+          {{- end }}
+          {{- with $values.workers.volumeMounts }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
     volumes:
       - name: models
         persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}{{ if not $packs }}, readOnly: true{{ end }}}
       - name: tmp
         emptyDir: {sizeLimit: {{ $embedded | ternary "2Gi" "16Gi" }}}
+      {{- with $cache }}
+      - name: cache
+        emptyDir: {sizeLimit: {{ . | quote }}}
+      {{- end }}
+      {{- with $volumes }}
+      {{- . | nindent 6 }}
+      {{- end }}
 {{- end }}
