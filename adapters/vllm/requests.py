@@ -42,8 +42,9 @@ other processors that a server has loaded.
 
 
 class Params(Protocol):
-    """The fields of ``vllm.SamplingParams`` that are read here."""
+    """The fields of ``vllm.SamplingParams`` that are read here, and the names of all of them."""
 
+    __struct_fields__: tuple[str, ...]
     n: int
     presence_penalty: float
     frequency_penalty: float
