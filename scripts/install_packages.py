@@ -51,6 +51,9 @@ CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 CPU_BUILD = 190_000_000
 """Bytes of PyTorch's CPU build for Linux on x86-64, in version 2.13."""
 
+CPU_INDEX = "PIP_EXTRA_INDEX_URL to the index that https://pytorch.org/get-started/locally shows for Pip and CPU"
+"""The setting of pip with which it finds that build."""
+
 INSTALLED = 1.8
 """Bytes of an environment for each byte that was fetched for it, measured with the CUDA build."""
 
@@ -201,8 +204,7 @@ def announcement(downloads: Iterable[Download], wheels: Path) -> Iterator[str]:
     if cuda and not has_gpu():
         yield (
             f"{megabytes(cuda)} of it are CUDA, and this machine has no NVIDIA GPU; for PyTorch's CPU build"
-            f" ({megabytes(CPU_BUILD)}, no CUDA) press Ctrl-C and set PIP_EXTRA_INDEX_URL to the index that"
-            " https://pytorch.org/get-started/locally shows for Pip and CPU"
+            f" ({megabytes(CPU_BUILD)}, no CUDA) press Ctrl-C and set {CPU_INDEX}"
         )
 
 
@@ -366,7 +368,10 @@ def reasons(log: str) -> list[str]:
 def ways_on(log: str) -> Iterator[str]:
     """Lines on what to do about it."""
     if re.search(r"ResolutionImpossible|No matching distribution|Could not find a version", log):
-        yield "constraints.txt pins versions of the public package index, for Linux, x86-64 or aarch64, glibc 2.31"
+        if re.search(r"\btorch==[\d.]+\+cpu\b", log):
+            yield f"the public package index has no CPU build of PyTorch, which this needs: set {CPU_INDEX}"
+        else:
+            yield "constraints.txt pins versions of the public package index, for Linux, x86-64 or aarch64, glibc 2.31"
         for line in pip_sources():
             yield f"pip is set otherwise: {line}"
     if re.search(r"No space left on device|\[Errno 28\]", log):

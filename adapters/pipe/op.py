@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from adapters.pipe.types import TaggedTensor, TensorType
+from adapters.signatures import signature_of
 
 
 class Op(ABC):
@@ -76,7 +76,7 @@ class ParameterizedOp(Op):
 @lru_cache
 def _keywords(call: Callable[..., Any]) -> frozenset[str] | None:
     """Parameters of an op's ``__call__`` after the tensor, None if it takes any name."""
-    parameters = list(inspect.signature(call).parameters.values())
+    parameters = list(signature_of(call).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters[2:])

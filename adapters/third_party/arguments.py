@@ -14,6 +14,7 @@ from pydantic import Field, create_model
 
 from adapters.contract import ArgumentError, Context, ProcessorArgs
 from adapters.processors.arguments import MAX_INT, MAX_LIST, MAX_TEXT
+from adapters.signatures import annotations_of, signature_of
 
 _MAX_FLOAT = 1e9
 
@@ -38,7 +39,7 @@ def constructor_parameters(target: type) -> dict[str, inspect.Parameter]:
         inspect.Parameter.VAR_KEYWORD,
         inspect.Parameter.POSITIONAL_ONLY,
     )
-    parameters = inspect.signature(target).parameters.values()
+    parameters = signature_of(target).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind not in unnamed}
 
 
@@ -53,7 +54,7 @@ def args_model(target: type, fixed: Mapping[str, Any]) -> type[ProcessorArgs]:
         TypeError: ``fixed`` names an unknown parameter, or a required parameter cannot be set.
     """
     parameters, hints = constructor_parameters(target), _hints(target)
-    for parameter in inspect.signature(target).parameters.values():
+    for parameter in signature_of(target).parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise TypeError(f"{target.__name__} takes {parameter.name} by position only, and arguments have names")
     unknown = set(fixed) - set(parameters)
@@ -118,7 +119,7 @@ def _hints(target: type) -> dict[str, Any]:
     """The annotations that can be evaluated: some have names that exist for type checkers only."""
     init: Any = inspect.unwrap(target.__init__)  # type: ignore[misc]
     hints: dict[str, Any] = {}
-    for name, annotation in getattr(init, "__annotations__", {}).items():
+    for name, annotation in annotations_of(init).items():
         one = types.SimpleNamespace(__annotations__={name: annotation})
         with contextlib.suppress(Exception):  # whatever an annotation raises
             hints |= typing.get_type_hints(one, getattr(init, "__globals__", {}))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal
 
+from adapters.signatures import signature_of
+
 ThirdPartyProtocol = Literal["dynamo", "huggingface", "trtllm"]
 
 
@@ -46,14 +48,14 @@ def name_of(target: Any) -> str:
 
 def _call_parameters(target: Any) -> list[inspect.Parameter]:
     if inspect.isroutine(target):
-        parameters = list(inspect.signature(target).parameters.values())
+        parameters = list(signature_of(target).parameters.values())
     else:
         # Looked up in the class dictionaries: a class's own __call__ attribute is its metaclass's,
         # which makes instances.
         called = next((vars(base)["__call__"] for base in _mro(target) if "__call__" in vars(base)), None)
         if called is None:
             raise TypeError(f"{name_of(target)} cannot be called")
-        parameters = list(inspect.signature(called).parameters.values())[1:]
+        parameters = list(signature_of(called).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
             raise TypeError(f"{name_of(target)} must be callable without the keyword {parameter.name}")

@@ -39,7 +39,7 @@ def check(params: Params) -> None:
 
 def _told(error: SelectionError, params: Params) -> str:
     """The error; paths in the selection come with the key of ``extra_args`` that holds it."""
-    if error.path.partition(".")[0] in (REPORT, *params.__annotations__):
+    if error.path.partition(".")[0] in (REPORT, *params.__struct_fields__):
         return str(error)
     return f"{SELECTION}.{error}" if error.path else f"{SELECTION}: {error.problem}"
 

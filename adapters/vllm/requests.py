@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from secrets import randbits
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from adapters.catalog import FieldValue, Requested, Selection, SelectionError, parse_selection
 from adapters.catalog.policy import GRAMMARS
@@ -42,8 +42,9 @@ other processors that a server has loaded.
 
 
 class Params(Protocol):
-    """The fields of ``vllm.SamplingParams`` that are read here."""
+    """The fields of ``vllm.SamplingParams`` that are read here, and the names of all of them."""
 
+    __struct_fields__: ClassVar[tuple[str, ...]]
     n: int
     presence_penalty: float
     frequency_penalty: float

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import sys
 import typing
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -743,6 +744,22 @@ def test_annotations_that_cannot_be_evaluated_hide_no_others() -> None:
     hints = {"tokenizer": "OnlyForTypeCheckers", "boost": "float", "ids": typing.List, "mode": "1 / 0"}  # noqa: UP006
     Mixed.__init__.__annotations__.update(hints)
     assert list(wrap_third_party(Mixed).Args.model_fields) == ["boost"]
+
+
+def test_names_for_type_checkers_alone_are_no_obstacle() -> None:
+    """From Python 3.14 on they need no quotes, and fail only where they are asked for."""
+    quote = "" if sys.version_info >= (3, 14) else "'"
+    names: dict[str, Any] = {}
+    exec(
+        f"""class Annotated:
+    def __init__(self, boost: float, tokenizer: {quote}Tokenizer{quote} = None) -> {quote}Nothing{quote}: ...
+
+    def __call__(self, input_ids: list[int], logits: {quote}Tensor{quote}) -> {quote}Nothing{quote}: ...
+""",
+        names,
+    )
+    assert protocol_of(names["Annotated"]) == "dynamo"
+    assert list(wrap_third_party(names["Annotated"]).Args.model_fields) == ["boost"]
 
 
 def test_defaults_that_are_no_json_are_not_published() -> None:

@@ -136,6 +136,8 @@ WHEELS = {
     "small-1.0-py3-none-any.whl": wheel("small", "1.0"),
     "small-2.0-py3-none-any.whl": wheel("small", "2.0"),
     "picky-1.0-py3-none-any.whl": wheel("picky", "1.0", ("small==1.0",)),
+    "torch-2.0-py3-none-any.whl": wheel("torch", "2.0"),
+    "served-1.0-py3-none-any.whl": wheel("served", "1.0", ("torch==2.0+cpu",)),
 }
 
 
@@ -271,6 +273,17 @@ def test_a_requirement_that_the_index_lacks_is_named(home: Path) -> None:
     assert status != 0
     assert "ERROR: No matching distribution found for small==3.0" in errors
     assert "constraints.txt pins versions" in errors
+
+
+@pytest.mark.parametrize("wanted", [("served",), ("torch==2.0", "served==1.0")])
+def test_where_to_find_a_cpu_build_is_told(home: Path, wanted: tuple[str, ...]) -> None:
+    """As vLLM's build for CPUs needs one, which the public package index lacks."""
+    with serving(Index(WHEELS)) as index:
+        status, _, errors = install(index, home, *wanted)
+    assert status != 0
+    assert "torch==2.0+cpu" in errors
+    assert f"which this needs: set {install_packages.CPU_INDEX}" in errors
+    assert "constraints.txt" not in errors
 
 
 CUDA = [

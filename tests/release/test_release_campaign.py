@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,33 @@ def test_a_release_installs_and_passes_the_smoke_test(tmp_path: Path) -> None:
     versions = {part["name"].lower(): part["version"].partition("+")[0] for part in bill["components"]}
     assert versions["torch"] == pins()["torch"]
     assert versions["ai-dynamo"] == pins()["ai-dynamo"]
+
+
+OLDEST = """
+import sys
+import worker.tiny_model
+from worker.engines.embedded import Engine
+from worker.sampling import SamplingParams
+
+schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+worker.tiny_model.write_tiny_model(sys.argv[1])
+for kernels in ("torch", "auto"):
+    engine = Engine(sys.argv[1], kernels=kernels, packed_copy="off")
+    chosen = [{"name": "json_schema", "args": {"schema": schema}}, {"name": "bad_words", "args": {"words": ["1"]}}]
+    found = engine.generate("Hello", SamplingParams(max_tokens=64), progress=False, processors=chosen)
+    print(found[0].text)
+"""
+
+
+def test_the_oldest_versions_that_are_allowed_serve(tmp_path: Path) -> None:
+    """The lower bounds in pyproject.toml: what is used of each distribution was there then."""
+    venv, python = tmp_path / "venv", str(tmp_path / "venv/bin/python")
+    run(sys.executable, "-m", "uv", "venv", "--quiet", "--no-config", "--python", sys.executable, str(venv))
+    oldest = ("--quiet", "--no-config", "--resolution", "lowest-direct", "--cache-dir", str(tmp_path / "cache"))
+    run(sys.executable, "-m", "uv", "pip", "install", *oldest, "--python", python, f"{REPOSITORY}[disagg,nats]")
+    said = run(python, "-P", "-c", OLDEST, str(tmp_path / "tiny"))
+    assert [json.loads(line) for line in said.splitlines()] == [{"a": 2}] * 2
+    assert "smoke: Hello world!" in run(python, "scripts/smoke.py")
 
 
 def test_an_image_is_built_and_passes_the_smoke_test() -> None:

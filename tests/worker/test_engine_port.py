@@ -123,6 +123,7 @@ async def test_an_update(trainer: Trainer, models: list[Path], tmp_path: Path, h
     assert (await trainer.generate(20)).token_ids == first.token_ids
 
 
+@pytest.mark.native  # torch's take an update of all tensors alone
 async def test_a_version_that_is_named_like_its_number_is_declared(trainer: Trainer) -> None:
     number = (await trainer.tell("get_weight_version"))["number"]
     for query, expected in (({"weight_version": str(number + 1)}, True), ({}, False)):
@@ -131,6 +132,7 @@ async def test_a_version_that_is_named_like_its_number_is_declared(trainer: Trai
     assert told["version"] == str(number + 2)
 
 
+@pytest.mark.native  # torch's take an update of all tensors alone
 async def test_equal_weights_have_equal_digests(trainer: Trainer, models: list[Path]) -> None:
     tensors = tensors_of(models[1])
     names = sorted(tensors)

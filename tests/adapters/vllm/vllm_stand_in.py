@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,12 @@ MAX_LENGTH = 64
 
 @dataclass
 class Params:
-    """``vllm.SamplingParams``: the fields that processors see, with vLLM's defaults."""
+    """``vllm.SamplingParams``: the fields that processors see, with vLLM's defaults.
+
+    Its instances have no annotations, as of every class in Python 3.14.
+    """
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -51,6 +56,14 @@ class Params:
     bad_words: list[str] | None = None
     thinking_token_budget: int | None = None
     trace_decode_token_ids: list[int] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__annotations__":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+Params.__struct_fields__ = tuple(each.name for each in fields(Params))
 
 
 @dataclass(frozen=True)

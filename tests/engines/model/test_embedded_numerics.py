@@ -13,6 +13,7 @@ from effort import examples, grid
 from engine_doubles import EveryToken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from random_checkpoints import EVERY_TYPE
 
 from worker.engines import EngineRequest
@@ -252,7 +253,7 @@ def test_whose_bits_they_are() -> None:
     def made_by(name: str, gemm: type[GemmBackend], attention: AttentionBackend, threads: int = 2) -> str:
         return Numerics(name, {LayerShape(8, 8, gemm): GemmTiling()}, attention, 48, threads).made_by
 
-    of_torch = torch.backends.cpu.get_cpu_capability()
+    of_torch = f"torch {Version(torch.__version__).public}, {torch.backends.cpu.get_cpu_capability()}"
     assert made_by("fast", OneDnnGemm, NativeAttention()) == "fast"
     assert made_by("exact", NativeGemm, NativeAttention()) == "exact, native kernels"
     assert made_by("exact", OneDnnGemm, NativeAttention()) == f"exact, torch and native kernels, {of_torch}, 2 threads"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from adapters.signatures import signature_of
 from adapters.strict_json import has_half_a_pair
 from worker.engines.embedded.controller.types import InferenceRequest
 from worker.errors import shown
@@ -113,7 +113,7 @@ class Texts:
         ids = list(tokens)
         while remove_EOD and ids and ids[-1] == tokenizer.eod:
             ids.pop()
-        kinds = inspect.signature(tokenizer.detokenize).parameters
+        kinds = signature_of(tokenizer.detokenize).parameters
         takes = "skip_special_tokens" in kinds or any(one.kind is one.VAR_KEYWORD for one in kinds.values())
         text: str = (
             tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens) if takes else (tokenizer.detokenize(ids))

@@ -49,15 +49,16 @@ class Numerics:
     def made_by(self) -> str:
         """The name and, where bits count, whose kernels compute them: those of others differ.
 
-        The bits of torch's kernels depend on instructions and threads too, and, since its attention
-        merges page after page, on the size of a page; those of Triton's on what its compiler makes
-        of them for a GPU.
+        The bits of torch's kernels depend on its version, instructions and threads too, and, since
+        its attention merges page after page, on the size of a page; those of Triton's on what its
+        compiler makes of them for a GPU.
         """
         if self.name == "fast":
             return self.name
         kernels = {shape.gemm.kernels for shape in self.tilings} | {self.attention.kernels}
         parts = [self.name, f"{' and '.join(sorted(kernels, reverse=True))} kernels"]
         if "torch" in kernels:
+            parts.append(f"torch {torch.__version__.partition('+')[0]}")
             parts += [torch.backends.cpu.get_cpu_capability(), shown_threads(self.num_threads)]
         if "triton" in kernels:
             major, minor = torch.cuda.get_device_capability()
