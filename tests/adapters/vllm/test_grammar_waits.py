@@ -462,7 +462,7 @@ def test_in_an_event_loop_admission_holds_others(
         asyncio.run(serve())
 
 
-def test_admission_names_fields_of_vllm_and_paths_in_the_selection(caller: Callable[[Params], None]) -> None:
+def test_admission_names_fields_and_paths_in_the_selection(caller: Callable[[Params], None]) -> None:
     penalty: dict[str, Any] = {"version": 1, "processors": [{"name": "repetition_penalty", "args": {"penalty": 2.0}}]}
     with pytest.raises(ValueError, match=r"^repetition_penalty: "):
         caller(Params(repetition_penalty=1.5, extra_args={"logits_processors": json.dumps(penalty)}))
