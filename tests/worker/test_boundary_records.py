@@ -137,6 +137,16 @@ async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
     assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
 
 
+async def test_a_repeated_request_keeps_its_own_seed() -> None:
+    """A client that gives several requests one id, and each a seed."""
+    store = Memory()
+    await written(worker(store), "a", request(1, 2), seed=9)
+    asked = request(1, 2)
+    asked = replace(asked, params=replace(asked.params, seed=5))
+    assert (await worker(store).begin("a", asked)).request.params.seed == 5
+    assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 9
+
+
 async def test_answers_do_not_continue_in_workers_of_other_numerics() -> None:
     store = Memory()
     info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64, made_by="exact, native kernels", kv_dtype="bfloat16")

@@ -70,3 +70,20 @@ async def test_a_prefill_worker_reads_its_own_record_again(tmp_path: Path) -> No
         record.settle()
     for each in (prefill, decode):
         await each.close()
+
+
+async def test_a_cancelled_prefill_leaves_no_record_of_its_own(tmp_path: Path) -> None:
+    """The record of the answer that it has read is another worker's."""
+    prefill, decode = records(tmp_path, "prefill"), records(tmp_path, "decode")
+    await prefill.open()
+    await decode.open()
+    await die(decode, PROMPT, 20)
+    kept = {path.name for path in tmp_path.iterdir()}
+    record = await prefill.begin("a", request(PROMPT + ANSWER, 1))
+    record.write(11)
+    await record.wait_written()
+    record.expire()
+    await record.close()
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    for each in (prefill, decode):
+        await each.close()
