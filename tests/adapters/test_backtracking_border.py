@@ -121,6 +121,26 @@ def test_a_phrase_is_taken_back_as_soon_as_it_is_written(name: str) -> None:
         assert (graph.back_at_end[history] is not None) == world.breaks(history, ends=True), history
 
 
+@pytest.mark.parametrize(
+    ("pieces", "phrase", "index"),
+    [
+        (["x", "a", "b"], "ab", 1),
+        (["xa", "b"], "ab", 0),
+        ([b"\xc3", b"\xa9a", "b"], "éa", 0),
+        ([b"\xc3", b"\xa9a", "b"], "ab", 1),
+        (["x", b"\xe4", b"\xb8", b"\xad\xe4", b"\xb8\xad"], "中", 1),
+        (["x", b"\xe4a", "b"], "ab", 1),
+    ],
+)
+def test_a_phrase_is_taken_back_to_the_token_it_begins_in(pieces: list[str | bytes], phrase: str, index: int) -> None:
+    chain = World(pieces, [phrase]).chain()
+    for token_id in range(len(pieces)):
+        chain.accept(token_id, chain.position)
+        if (found := rewinds_to(chain, ends=False)) is not None:
+            break
+    assert found == index
+
+
 class TakesBackTheFirst(BacktrackingProcessor):
     """Takes the first token back when there are four, and answers as it is told until then."""
 

@@ -147,6 +147,14 @@ async def test_a_repeated_request_keeps_its_own_seed() -> None:
     assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 9
 
 
+async def test_a_request_to_an_adapter_has_a_record_of_its_own() -> None:
+    store = Memory()
+    await written(worker(store), "a", request(1, 2))
+    asked = replace(request(1, 2, 3, max_tokens=8), lora_name="x")
+    assert (await worker(store).begin("a", asked)).request.generated_token_ids == []
+    assert (await worker(store).begin("a", replace(asked, lora_name=None))).request.generated_token_ids == [3]
+
+
 async def test_answers_do_not_continue_in_workers_of_other_numerics() -> None:
     store = Memory()
     info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64, made_by="exact, native kernels", kv_dtype="bfloat16")

@@ -49,6 +49,7 @@ async def test_the_decode_workers_record_tells_a_prefill_worker(tmp_path: Path) 
     assert (moved.params.max_tokens, moved.params.min_tokens, moved.params.seed) == (len(ANSWER) + 1, 6, 11)
     other = (await prefill.begin("a", request([*PROMPT[:-1], 8, *ANSWER], 1))).request
     assert other.generated_token_ids == []
+    assert (prefill.num_continued, prefill.num_replayed_tokens) == (1, len(ANSWER))
     await die(decode, PROMPT + ANSWER, 20 - len(ANSWER))
     with pytest.raises(PoisonRequest):
         await prefill.begin("a", request(PROMPT + ANSWER, 1))
