@@ -122,23 +122,35 @@ def test_a_phrase_is_taken_back_as_soon_as_it_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "phrase", "index"),
+    ("pieces", "phrases", "index"),
     [
-        (["x", "a", "b"], "ab", 1),
-        (["xa", "b"], "ab", 0),
-        ([b"\xc3", b"\xa9a", "b"], "éa", 0),
-        ([b"\xc3", b"\xa9a", "b"], "ab", 1),
-        (["x", b"\xe4", b"\xb8", b"\xad\xe4", b"\xb8\xad"], "中", 1),
-        (["x", b"\xe4a", "b"], "ab", 1),
+        (["x", "a", "b"], ["ab"], 1),
+        (["xa", "b"], ["ab"], 0),
+        ([b"\xc3", b"\xa9a", "b"], ["éa"], 0),
+        ([b"\xc3", b"\xa9a", "b"], ["ab"], 1),
+        (["x", b"\xe4", b"\xb8", b"\xad\xe4", b"\xb8\xad"], ["中"], 1),
+        (["x", b"\xe4a", "b"], ["ab"], 1),
+        (["x", "a", "b", "cd"], ["abc", "bc", "d"], 1),
+        (["x", "a", "b", "cd"], ["d", "bc", "abc"], 1),
     ],
 )
-def test_a_phrase_is_taken_back_to_the_token_it_begins_in(pieces: list[str | bytes], phrase: str, index: int) -> None:
-    chain = World(pieces, [phrase]).chain()
+def test_a_phrase_is_taken_back_to_its_first_token(pieces: list[str | bytes], phrases: list[str], index: int) -> None:
+    """Of several that one token completes, to that of the one that begins first."""
+    chain = World(pieces, phrases).chain()
     for token_id in range(len(pieces)):
         chain.accept(token_id, chain.position)
         if (found := rewinds_to(chain, ends=False)) is not None:
             break
     assert found == index
+
+
+def test_to_ask_at_the_end_changes_nothing() -> None:
+    chain = World(["x", "a", b"\xc3", b"\xa9"], ["a\ufffd", "aéx"]).chain((0, 1, 2))
+    assert [rewinds_to(chain, ends=True) for _ in range(3)] == [1, 1, 1]
+    chain.accept(3, chain.position)
+    assert rewinds_to(chain, ends=True) is None
+    chain.accept(0, chain.position)
+    assert rewinds_to(chain, ends=False) == 1
 
 
 class TakesBackTheFirst(BacktrackingProcessor):
