@@ -240,11 +240,14 @@ async def test_a_cancelled_request_goes_away_a_little_later() -> None:
     await records.close()
 
 
-async def test_an_ended_answer_can_continue_soon_and_is_not_repeated() -> None:
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_an_ended_answer_can_continue_soon_and_is_not_repeated(is_left: bool) -> None:
     store = Memory()
     records = worker(store)
     record = await written(records, "a", request(1, 2))
     record.settle()
+    if is_left:
+        record.expire()  # its stream is closed behind the end
     await store.until(lambda: all(Boundary.decode(value).is_answered for value in store.values.values()))
     again = await worker(store).begin("a", request(1, 2, 3, max_tokens=8))
     assert again.request.generated_token_ids == [3]
