@@ -539,7 +539,60 @@ def test_peek_plans_draft_tokens_until_the_chain_forbids_one() -> None:
     assert made.tokens == [1, 2, 3]
 
 
+def test_what_a_peek_has_planned_is_counted_with_the_token() -> None:
+    made = chain(Adds())
+    made.peek([4, 5])
+    assert made.last_edits() == [(0, "biased", 0)]
+    made.accept(4, made.position)
+    assert [record.steps_active for record in made.receipt.records] == [1]
+
+
+class GivesUp(SteeringProcessor):
+    name, stage, reads = "gives_up", Stage.MASK, Reads.GENERATED
+
+    def __init__(self) -> None:
+        pass
+
+    def edit(self):
+        if self.num_generated:
+            raise Unsatisfiable("nothing fits")
+
+
+def test_a_failure_behind_a_draft_is_none_of_the_request() -> None:
+    made = chain(GivesUp())
+    assert len(made.peek([4, 5])) == 1
+    assert made.failure is None
+    made.accept(4, made.position)
+    with pytest.raises(ProcessorFailed):
+        made.peek([5])
+    assert made.failure is not None
+
+
+def test_what_was_planned_before_a_rewind_is_not_counted() -> None:
+    made = chain(Adds(), generated=[7, 8])
+    made.plan()
+    made.rewind(4)
+    made.accept(9, 4)
+    assert [record.steps_active for record in made.receipt.records] == [0]
+
+
+@pytest.mark.parametrize(("last", "added"), [(False, [2, 1]), (True, [1, 2])])
+def test_processors_are_added_before_or_behind_the_others(last, added) -> None:
+    made = chain(Adds(1))
+    made.add([Adds(2)], last=last)
+    assert [member.processor.bias.token_ids.tolist()[0] for member in made.members] == added
+
+
 # Scopes
+
+
+def test_a_minimum_of_the_thinking_counts_there_alone() -> None:
+    made = chain(MinTokens(MinTokens.Args(n=2), CONTEXT), scopes=["thinking"])
+    found = []
+    for token_id in (THINK, 7, 8, ANSWER, 9):
+        found.append(made.is_too_short)
+        made.accept(token_id, made.position)
+    assert [*found, made.is_too_short] == [False, True, True, False, False, False]
 
 
 def test_a_scoped_processor_lives_in_its_section_only() -> None:
@@ -1118,6 +1171,24 @@ def test_the_callable_pickles_mid_stream() -> None:
     tokens = decode(adapter, [1, 2, 3], 2)
     moved = pickle.loads(pickle.dumps(adapter))
     assert decode(moved, tokens, 4) == decode(adapter, tokens, 4)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage > Stage.PENALTY])
+def test_no_stage_brings_back_what_is_no_token(stage) -> None:
+    class Flattens(ShapingProcessor):
+        name, reads = "flattens", Reads.NOTHING
+
+        def __init__(self) -> None:
+            pass
+
+        def shape(self, logits):
+            logits.zero_()
+
+    Flattens.stage = stage
+    row = torch.zeros(VOCAB)
+    row[[1, 7]] = -torch.inf
+    apply_chain(chain(Flattens()), row, never_ids=[1, 7])
+    assert (row == -torch.inf).nonzero()[:, 0].tolist() == [1, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
