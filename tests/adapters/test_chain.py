@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_edits, apply_late, plan_rows, replay
 from adapters.chain.chain import TIMED_EVERY
+from adapters.chain.plan import RowPlan
 from adapters.contract import (
     Allow,
     Ban,
@@ -373,6 +374,20 @@ def test_a_dense_bias_is_where_the_logits_are() -> None:
     processor = EmbeddingBias(torch.ones(VOCAB))
     processor.shape(torch.zeros(VOCAB, device="meta"))
     assert processor._bias.device.type == "meta"
+
+
+ids = st.sets(st.sampled_from([0, 3, 31, 32, 39]))
+
+
+@given(masks=st.lists(st.tuples(ids, st.sampled_from([32, 40])), max_size=3), banned=st.lists(ids, max_size=2))
+def test_a_token_is_left_whatever_the_widths_of_masks(masks, banned) -> None:
+    """A grammar's mask has the ids of the tokenizer, which may be fewer than those of a row."""
+    edits = [Allow.of({i for i in kept if i < width}, width) for kept, width in masks]
+    left = set(range(VOCAB)).difference(*banned)
+    for kept, width in masks:
+        left &= {i for i in kept if i < width}
+    acts = [(None, Stage.MASK, edit, "masked", 0) for edit in [*edits, *map(Ban.of, banned)]]
+    assert RowPlan(acts).leaves_a_token() == (bool(left) or not masks)
 
 
 def test_two_processors_may_force_the_same_token() -> None:

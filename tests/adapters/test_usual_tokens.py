@@ -303,3 +303,16 @@ def test_a_third_party_is_asked_for_its_mask_alone(kind: type[JsonSchema], is_as
     chain.start(PROMPT)
     assert (chain.plan().force is not None) == is_asked
     assert bool(chain.foresee(8)) == is_asked == chain.foresees
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_usual_token_is_counted_for_its_grammar(is_first: bool) -> None:
+    everything = {"name": "allowed_tokens", "args": {"token_ids": [*range(kit_context().vocabulary.num_tokens)]}}
+    chain = chain_of(*([BY_SCHEMA, everything] if is_first else [everything, BY_SCHEMA]))
+    token_id = chain.plan().force
+    assert token_id is not None
+    chain.accept(token_id, chain.position)
+    assert {record.name: record.tokens_forced for record in chain.receipt.records} == {
+        "json_schema": 1,
+        "allowed_tokens": 0,
+    }

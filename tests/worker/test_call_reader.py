@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_calls import Call, written
 
 from adapters.calls import FORMATS
-from worker.frontdoor.calls import CallParser, Kinds, TextPiece
+from worker.frontdoor.calls import CallArguments, CallBegin, CallParser, Kinds, TextPiece
 from worker.frontdoor.calls.reader import TextReader
 
 TOOLS: dict[str, Kinds] = {"f": {"text": {"string"}}}
@@ -57,3 +58,23 @@ def test_calls_that_are_none_do_not_copy_the_rest(
     pieces = parser.feed(text) + parser.end("stop")
     assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
     assert num_copied < 20 * len(text)
+
+
+@pytest.mark.parametrize("enforced", [True, False])
+def test_arguments_of_a_call_that_is_certain_come_at_once(enforced: bool) -> None:
+    parser = CallParser(FORMATS["hermes"], TOOLS, enforced=enforced)
+    pieces = parser.feed('<tool_call>\n{"name": "f", "arguments": {"text": "abc')
+    assert pieces == ([CallBegin(0, "f"), CallArguments(0, '{"text": "abc')] if enforced else [])
+    pieces = parser.feed('"}}\n</tool_call>') + parser.end("stop")
+    assert "".join(each.text for each in pieces if isinstance(each, CallArguments)).endswith('"}')
+
+
+@pytest.mark.parametrize("enforced", [True, False])
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.ends])
+def test_what_follows_the_calls_that_end_an_answer_is_no_text(name: str, enforced: bool) -> None:
+    """The beginning of another call, which the answer was too long for; it may be text else."""
+    call = written(name, Call("f", {"text": "a"}))
+    parser = CallParser(FORMATS[name], TOOLS, enforced=enforced)
+    pieces = parser.feed(call) + parser.feed(" and more") + parser.end("length")
+    assert [each.name for each in pieces if isinstance(each, CallBegin)] == ["f"]
+    assert any(isinstance(each, TextPiece) for each in pieces) == (not enforced)

@@ -84,7 +84,7 @@ LETTERS = st.text("aé€😀", max_size=6)
 @example("😀a", ["😀"], 4, 0)
 @given(LETTERS, st.lists(LETTERS.filter(bool), min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 20))
 def test_a_character_may_begin_in_too_few_tokens(text: str, stops: list[str], least: int, cut: int) -> None:
-    """A stop string counts that begins with a character which the tokens before leave incomplete."""
+    """A stop string counts whose first character the tokens before leave incomplete."""
     data = text.encode()
     incomplete = data[: max(0, least - 1)].decode(errors="ignore").encode()
     counted = [data[len(incomplete) : count] for count in range(len(data) + 1)]
