@@ -1206,6 +1206,23 @@ def test_no_stage_brings_back_what_is_no_token(stage) -> None:
     assert (row == -torch.inf).nonzero()[:, 0].tolist() == [1, 7]
 
 
+def test_what_is_no_token_is_not_drawn() -> None:
+    class Raises(ShapingProcessor):
+        name, stage, reads = "raises_padding", Stage.TRUNCATION, Reads.NOTHING
+
+        def __init__(self) -> None:
+            pass
+
+        def shape(self, logits):
+            logits[[1, 7]] = 50.0
+
+    made, row = chain(Raises(), SeededSampler(1)), torch.zeros(VOCAB)
+    apply_chain(made, row, never_ids=[1, 7])
+    drawn = (row > -torch.inf).nonzero()[:, 0].tolist()
+    assert len(drawn) == 1
+    assert drawn[0] not in (1, 7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_every_dtype_are_edited_in_place(dtype) -> None:
     row = torch.ones(VOCAB, dtype=dtype)

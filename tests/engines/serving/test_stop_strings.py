@@ -98,7 +98,7 @@ def test_an_answer_that_goes_on_shows_what_it_would_have(
     ids = Pieces(text.encode(), cuts).ids
     decode = Pieces(text.encode(), cuts).decode
     whole, resumed = AnswerText(decode, stops), AnswerText(decode, stops)
-    if any([whole.append(token_id) for token_id in ids[:num_tokens]]):
+    if any(whole.append(token_id) for token_id in ids[:num_tokens]):
         return
     resumed.resume(ids[:num_tokens])
     assert resumed.shown == whole.shown
