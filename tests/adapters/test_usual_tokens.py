@@ -298,7 +298,7 @@ def test_a_long_forced_text_is_not_read_to_its_end(parts: list[bytes], others: l
 
 @pytest.mark.parametrize(("kind", "is_asked"), [(JsonSchema, True), (ThirdPartySchema, False)])
 def test_a_third_party_is_asked_for_its_mask_alone(kind: type[JsonSchema], is_asked: bool) -> None:
-    chain = ProcessorChain([kind(JsonSchema.Args(schema=SCHEMA), kit_context())], kit_context())
+    chain = ProcessorChain([kind(JsonSchema.Args.model_validate({"schema": SCHEMA}), kit_context())], kit_context())
     chain.masks_alone = True
     chain.start(PROMPT)
     assert (chain.plan().force is not None) == is_asked

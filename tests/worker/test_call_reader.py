@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from written_calls import Call, written
 
 from adapters.calls import FORMATS
 from worker.frontdoor.calls import CallArguments, CallBegin, CallParser, Kinds, TextPiece
-from worker.frontdoor.calls.reader import TextReader
+from worker.frontdoor.calls.json_text import json_value
+from worker.frontdoor.calls.reader import Cut, Mismatch, TextReader
 
 TOOLS: dict[str, Kinds] = {"f": {"text": {"string"}}}
 MANY = 1000
@@ -78,3 +80,40 @@ def test_what_follows_the_calls_that_end_an_answer_is_no_text(name: str, enforce
     pieces = parser.feed(call) + parser.feed(" and more") + parser.end("length")
     assert [each.name for each in pieces if isinstance(each, CallBegin)] == ["f"]
     assert any(isinstance(each, TextPiece) for each in pieces) == (not enforced)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r'"\u12"', r'"\u12g4"', r'"\x"', '"\t"', "01", "-01", "1.", ".5", "1e", "-", "+1", "tru", "None", "[1,]", "{,}"],
+)
+def test_what_is_no_json_is_no_value(text: str) -> None:
+    reader = TextReader()
+    reader.add(text + " ")
+    reader.ended = True
+    with pytest.raises(Mismatch):
+        list(json_value(reader, [].append))
+
+
+@pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"a\u00e9\n"', "-10.5e+3 ", "true ", '{"a": [0, ""]}'])
+def test_no_escape_number_or_word_is_cut(text: str) -> None:
+    """Whatever comes so far: put together with an end it is JSON."""
+    reader, found = TextReader(), list[str]()
+    running = json_value(reader, found.append)
+    for character in text:
+        next(running, None)
+        reader.add(character)
+        begun = "".join(found)
+        assert not begun.endswith("\\")
+        if begun.startswith('"'):
+            json.loads(begun if begun.endswith('"') and len(begun) > 1 else begun + '"').encode()
+    reader.ended = True
+    next(running, None)
+    assert "".join(found) == text.strip()
+
+
+def test_a_value_that_ends_within_an_escape_is_cut() -> None:
+    reader = TextReader()
+    reader.add(r'"\u12')
+    reader.ended = True
+    with pytest.raises(Cut):
+        list(json_value(reader, [].append))
