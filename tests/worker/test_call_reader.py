@@ -91,7 +91,7 @@ def test_what_is_no_json_is_no_value(text: str) -> None:
     reader.add(text + " ")
     reader.ended = True
     with pytest.raises(Mismatch):
-        list(json_value(reader, [].append))
+        list(json_value(reader, list[str]().append))
 
 
 @pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"a\u00e9\n"', "-10.5e+3 ", "true ", '{"a": [0, ""]}'])
@@ -116,4 +116,4 @@ def test_a_value_that_ends_within_an_escape_is_cut() -> None:
     reader.add(r'"\u12')
     reader.ended = True
     with pytest.raises(Cut):
-        list(json_value(reader, [].append))
+        list(json_value(reader, list[str]().append))
