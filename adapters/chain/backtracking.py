@@ -118,8 +118,7 @@ class Backtracking:
             for _, processor in self._asked:
                 processor.rewind_lazily(position)
             del self._tokens[position:]
-        able = {each for each, at in held.items() if at <= position}
-        able |= {each for each, at in wanted.items() if at == position}
+        able = held.keys() | {each for each, at in wanted.items() if at == position}
         for each in able:
             self._bans[each].setdefault(position, set()).add(token_id)
         return bool(able)

@@ -130,7 +130,7 @@ def apply_late(
     """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`.
 
     ``mask_never`` rules out the ids that are no token, where one may have written. It is called
-    before the temperature, so that truncation does not count them, and before a draw.
+    before the temperature, so that truncation does not count them, before a draw, and at the end.
     """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
@@ -139,6 +139,8 @@ def apply_late(
             mask_never()
         steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
         _in_waves(steps, lambda wave: _shape(logits, wave, failures))
+    if queues and mask_never is not None:
+        mask_never()
     return failures
 
 
@@ -149,7 +151,7 @@ def apply_chain(chain: ProcessorChain, row: torch.Tensor, never_ids: Sequence[in
         chain: Chain at the position of the row.
         row: float ``[V]``, edited in place.
         never_ids: Ids that are no token, masked in the row: what a processor writes there is ruled
-            out before the temperature, and before a draw, as in `apply_late`.
+            out as in `apply_late`.
 
     Returns:
         True if the row must be checked: masks, shaping processors or a third party's edits may have

@@ -121,6 +121,38 @@ def test_a_phrase_is_taken_back_as_soon_as_it_is_written(name: str) -> None:
         assert (graph.back_at_end[history] is not None) == world.breaks(history, ends=True), history
 
 
+@pytest.mark.parametrize(
+    ("pieces", "phrases", "index"),
+    [
+        (["x", "a", "b"], ["ab"], 1),
+        (["xa", "b"], ["ab"], 0),
+        ([b"\xc3", b"\xa9a", "b"], ["éa"], 0),
+        ([b"\xc3", b"\xa9a", "b"], ["ab"], 1),
+        (["x", b"\xe4", b"\xb8", b"\xad\xe4", b"\xb8\xad"], ["中"], 1),
+        (["x", b"\xe4a", "b"], ["ab"], 1),
+        (["x", "a", "b", "cd"], ["abc", "bc", "d"], 1),
+        (["x", "a", "b", "cd"], ["d", "bc", "abc"], 1),
+    ],
+)
+def test_a_phrase_is_taken_back_to_its_first_token(pieces: list[str | bytes], phrases: list[str], index: int) -> None:
+    """Of several that one token completes, to that of the one that begins first."""
+    chain = World(pieces, phrases).chain()
+    for token_id in range(len(pieces)):
+        chain.accept(token_id, chain.position)
+        if (found := rewinds_to(chain, ends=False)) is not None:
+            break
+    assert found == index
+
+
+def test_to_ask_at_the_end_changes_nothing() -> None:
+    chain = World(["x", "a", b"\xc3", b"\xa9"], ["a\ufffd", "aéx"]).chain((0, 1, 2))
+    assert [rewinds_to(chain, ends=True) for _ in range(3)] == [1, 1, 1]
+    chain.accept(3, chain.position)
+    assert rewinds_to(chain, ends=True) is None
+    chain.accept(0, chain.position)
+    assert rewinds_to(chain, ends=False) == 1
+
+
 class TakesBackTheFirst(BacktrackingProcessor):
     """Takes the first token back when there are four, and answers as it is told until then."""
 
@@ -148,11 +180,12 @@ def test_a_sent_token_is_not_rewound_but_fails_its_processor() -> None:
         chain.accept(token_id, chain.position)
         assert chain.held_from is None
         assert chain.rewind_if_asked(chain.position) is None
-    sent = chain.position
     chain.accept(3, chain.position)
-    with pytest.raises(ProcessorFailed, match="takes back generated token 0, which was sent since held"):
-        chain.rewind_if_asked(sent)
-    assert chain.tokens == [*PROMPT, 0, 1, 2, 3]
+    for num_sent in (3, 1):
+        with pytest.raises(ProcessorFailed, match="takes back generated token 0, which was sent since held"):
+            chain.rewind_if_asked(len(PROMPT) + num_sent)
+        assert chain.tokens == [*PROMPT, 0, 1, 2, 3]
+    assert chain.rewind_if_asked(len(PROMPT)) == len(PROMPT)
 
 
 def test_a_rewound_token_is_masked_until_an_earlier_one_changes() -> None:
@@ -198,6 +231,51 @@ def test_what_another_processor_takes_back_ends_a_mask_after_it() -> None:
     for token_id in (1, 5):
         chain.accept(token_id, chain.position)
         assert not chain.plan().bans
+
+
+def test_a_replay_rules_out_only_what_can_be_taken_back() -> None:
+    """A processor that takes back the newest token alone never holds one."""
+    chain = ProcessorChain([TakesBackTheNewest(3)], Context(Vocabulary(8)))
+    chain.start(PROMPT)
+    assert not chain.rule_out(4)
+    assert chain.rule_out(3)
+    assert chain.tokens == list(PROMPT)
+    assert [ban.token_ids.tolist() for ban in chain.plan().bans] == [[3]]
+
+
+def test_what_was_ruled_out_leaves_no_trace_in_a_state() -> None:
+    world = WORLDS["the issue's"]
+    chain = world.chain()
+    assert chain.rule_out(0)
+    for token_id in (1, 0):
+        chain.accept(token_id, chain.position)
+    fresh = world.chain((1, 0))
+    assert chain.held_from == fresh.held_from == len(PROMPT) + 1
+    chain.accept(1, chain.position)
+    assert rewinds_to(chain, ends=False) == 1
+
+
+def test_a_mask_is_shown_as_that_of_its_processor_alone() -> None:
+    chain = ProcessorChain([TakesBackTheFirst(0), TakesBackTheNewest(3)], Context(Vocabulary(8)))
+    chain.start(PROMPT)
+    newest = chain.members[1]
+    chain.accept(3, chain.position)
+    assert chain.rewind_if_asked() == len(PROMPT)
+    found = [(member, [ban.token_ids.tolist() for ban in plan.bans]) for member, plan in chain.plan_each()]
+    assert found == [(newest, [[3]])]
+
+
+def test_each_token_that_was_taken_back_is_counted_and_copied() -> None:
+    world = World("abcd", ["a", "b", "c"])
+    chain, copy = world.chain(), world.chain()
+    for token_id in (0, 1):
+        chain.accept(token_id, chain.position)
+        assert chain.rewind_if_asked() == len(PROMPT)
+    copy.copy_ruled_out(chain)
+    assert copy.rule_out(2)
+    assert (copy.num_ruled_out, chain.num_ruled_out) == (3, 2)
+    chain.accept(3, chain.position)
+    assert chain.members[0].record.rollbacks == 2
 
 
 @pytest.mark.parametrize("answer", ["0", 1.0, True, -1, 1, ValueError("no")])

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from adapters import create_trtllm_adapters
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_edits, apply_late, plan_rows, replay
 from adapters.chain.chain import TIMED_EVERY
+from adapters.chain.plan import RowPlan
 from adapters.contract import (
     Allow,
     Ban,
@@ -375,6 +376,20 @@ def test_a_dense_bias_is_where_the_logits_are() -> None:
     assert processor._bias.device.type == "meta"
 
 
+ids = st.sets(st.sampled_from([0, 3, 31, 32, 39]))
+
+
+@given(masks=st.lists(st.tuples(ids, st.sampled_from([32, 40])), max_size=3), banned=st.lists(ids, max_size=2))
+def test_a_token_is_left_whatever_the_widths_of_masks(masks, banned) -> None:
+    """A grammar's mask has the ids of the tokenizer, which may be fewer than those of a row."""
+    edits = [Allow.of({i for i in kept if i < width}, width) for kept, width in masks]
+    left = set(range(VOCAB)).difference(*banned)
+    for kept, width in masks:
+        left &= {i for i in kept if i < width}
+    acts = [(None, Stage.MASK, edit, "masked", 0) for edit in [*edits, *map(Ban.of, banned)]]
+    assert RowPlan(acts).leaves_a_token() == (bool(left) or not masks)
+
+
 def test_two_processors_may_force_the_same_token() -> None:
     assert run(chain(Forces(5), Forces(5))) == 5
 
@@ -540,7 +555,60 @@ def test_peek_plans_draft_tokens_until_the_chain_forbids_one() -> None:
     assert made.tokens == [1, 2, 3]
 
 
+def test_what_a_peek_has_planned_is_counted_with_the_token() -> None:
+    made = chain(Adds())
+    made.peek([4, 5])
+    assert made.last_edits() == [(0, "biased", 0)]
+    made.accept(4, made.position)
+    assert [record.steps_active for record in made.receipt.records] == [1]
+
+
+class GivesUp(SteeringProcessor):
+    name, stage, reads = "gives_up", Stage.MASK, Reads.GENERATED
+
+    def __init__(self) -> None:
+        pass
+
+    def edit(self):
+        if self.num_generated:
+            raise Unsatisfiable("nothing fits")
+
+
+def test_a_failure_behind_a_draft_is_none_of_the_request() -> None:
+    made = chain(GivesUp())
+    assert len(made.peek([4, 5])) == 1
+    assert made.failure is None
+    made.accept(4, made.position)
+    with pytest.raises(ProcessorFailed):
+        made.peek([5])
+    assert made.failure is not None
+
+
+def test_what_was_planned_before_a_rewind_is_not_counted() -> None:
+    made = chain(Adds(), generated=[7, 8])
+    made.plan()
+    made.rewind(4)
+    made.accept(9, 4)
+    assert [record.steps_active for record in made.receipt.records] == [0]
+
+
+@pytest.mark.parametrize(("last", "added"), [(False, [2, 1]), (True, [1, 2])])
+def test_processors_are_added_before_or_behind_the_others(last, added) -> None:
+    made = chain(Adds(1))
+    made.add([Adds(2)], last=last)
+    assert [member.processor.bias.token_ids.tolist()[0] for member in made.members] == added
+
+
 # Scopes
+
+
+def test_a_minimum_of_the_thinking_counts_there_alone() -> None:
+    made = chain(MinTokens(MinTokens.Args(n=2), CONTEXT), scopes=["thinking"])
+    found = []
+    for token_id in (THINK, 7, 8, ANSWER, 9):
+        found.append(made.is_too_short)
+        made.accept(token_id, made.position)
+    assert [*found, made.is_too_short] == [False, True, True, False, False, False]
 
 
 def test_a_scoped_processor_lives_in_its_section_only() -> None:
@@ -1119,6 +1187,41 @@ def test_the_callable_pickles_mid_stream() -> None:
     tokens = decode(adapter, [1, 2, 3], 2)
     moved = pickle.loads(pickle.dumps(adapter))
     assert decode(moved, tokens, 4) == decode(adapter, tokens, 4)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage > Stage.PENALTY])
+def test_no_stage_brings_back_what_is_no_token(stage) -> None:
+    class Flattens(ShapingProcessor):
+        name, reads = "flattens", Reads.NOTHING
+
+        def __init__(self) -> None:
+            pass
+
+        def shape(self, logits):
+            logits.zero_()
+
+    Flattens.stage = stage
+    row = torch.zeros(VOCAB)
+    row[[1, 7]] = -torch.inf
+    apply_chain(chain(Flattens()), row, never_ids=[1, 7])
+    assert (row == -torch.inf).nonzero()[:, 0].tolist() == [1, 7]
+
+
+def test_what_is_no_token_is_not_drawn() -> None:
+    class Raises(ShapingProcessor):
+        name, stage, reads = "raises_padding", Stage.TRUNCATION, Reads.NOTHING
+
+        def __init__(self) -> None:
+            pass
+
+        def shape(self, logits):
+            logits[[1, 7]] = 50.0
+
+    made, row = chain(Raises(), SeededSampler(1)), torch.zeros(VOCAB)
+    apply_chain(made, row, never_ids=[1, 7])
+    drawn = (row > -torch.inf).nonzero()[:, 0].tolist()
+    assert len(drawn) == 1
+    assert drawn[0] not in (1, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -17,6 +17,7 @@ from adapters.catalog import Catalog, parse_selection
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_plan
 from adapters.contract import Reads, ShapingProcessor, Stage
 from adapters.grammars import forced_text
+from adapters.processors.grammar import JsonSchema
 from adapters.testing.kit_model import kit_context
 from adapters.trtllm.native_controls import EmbeddingBias
 
@@ -42,6 +43,10 @@ class Opaque(ShapingProcessor):
 
     def shape(self, logits: torch.Tensor) -> None:
         pass
+
+
+class ThirdPartySchema(JsonSchema):
+    """A grammar of a third party."""
 
 
 def chain_of(*processors: dict[str, Any], alone: bool = True) -> ProcessorChain:
@@ -289,3 +294,25 @@ def test_a_long_forced_text_is_not_read_to_its_end(parts: list[bytes], others: l
         found = forced_text.ForcedText(vocabulary).first_token(lambda: Matcher(whole), allowed)  # type: ignore[arg-type, return-value]
     assert found == (usual[0] if usual and usual[0] in allowed and has_room else None)
     assert pattern.num_bytes < 1000
+
+
+@pytest.mark.parametrize(("kind", "is_asked"), [(JsonSchema, True), (ThirdPartySchema, False)])
+def test_a_third_party_is_asked_for_its_mask_alone(kind: type[JsonSchema], is_asked: bool) -> None:
+    chain = ProcessorChain([kind(JsonSchema.Args.model_validate({"schema": SCHEMA}), kit_context())], kit_context())
+    chain.masks_alone = True
+    chain.start(PROMPT)
+    assert (chain.plan().force is not None) == is_asked
+    assert bool(chain.foresee(8)) == is_asked == chain.foresees
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_usual_token_is_counted_for_its_grammar(is_first: bool) -> None:
+    everything = {"name": "allowed_tokens", "args": {"token_ids": [*range(kit_context().vocabulary.num_tokens)]}}
+    chain = chain_of(*([BY_SCHEMA, everything] if is_first else [everything, BY_SCHEMA]))
+    token_id = chain.plan().force
+    assert token_id is not None
+    chain.accept(token_id, chain.position)
+    assert {record.name: record.tokens_forced for record in chain.receipt.records} == {
+        "json_schema": 1,
+        "allowed_tokens": 0,
+    }

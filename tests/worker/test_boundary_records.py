@@ -137,6 +137,24 @@ async def test_a_drawn_seed_survives_also_before_the_first_token() -> None:
     assert (moved.params.seed, moved.params.max_tokens, moved.generated_token_ids) == (7, 9, [5])
 
 
+async def test_a_repeated_request_keeps_its_own_seed() -> None:
+    """A client that gives several requests one id, and each a seed."""
+    store = Memory()
+    await written(worker(store), "a", request(1, 2), seed=9)
+    asked = request(1, 2)
+    asked = replace(asked, params=replace(asked.params, seed=5))
+    assert (await worker(store).begin("a", asked)).request.params.seed == 5
+    assert (await worker(store).begin("a", request(1, 2))).request.params.seed == 9
+
+
+async def test_a_request_to_an_adapter_has_a_record_of_its_own() -> None:
+    store = Memory()
+    await written(worker(store), "a", request(1, 2))
+    asked = replace(request(1, 2, 3, max_tokens=8), lora_name="x")
+    assert (await worker(store).begin("a", asked)).request.generated_token_ids == []
+    assert (await worker(store).begin("a", replace(asked, lora_name=None))).request.generated_token_ids == [3]
+
+
 async def test_answers_do_not_continue_in_workers_of_other_numerics() -> None:
     store = Memory()
     info = EngineInfo("embedded", "0", 64, 8, (2,), 4, 10, 4, 64, made_by="exact, native kernels", kv_dtype="bfloat16")
@@ -222,11 +240,14 @@ async def test_a_cancelled_request_goes_away_a_little_later() -> None:
     await records.close()
 
 
-async def test_an_ended_answer_can_continue_soon_and_is_not_repeated() -> None:
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_an_ended_answer_can_continue_soon_and_is_not_repeated(is_left: bool) -> None:
     store = Memory()
     records = worker(store)
     record = await written(records, "a", request(1, 2))
     record.settle()
+    if is_left:
+        record.expire()  # its stream is closed behind the end
     await store.until(lambda: all(Boundary.decode(value).is_answered for value in store.values.values()))
     again = await worker(store).begin("a", request(1, 2, 3, max_tokens=8))
     assert again.request.generated_token_ids == [3]

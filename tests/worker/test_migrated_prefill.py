@@ -49,6 +49,7 @@ async def test_the_decode_workers_record_tells_a_prefill_worker(tmp_path: Path) 
     assert (moved.params.max_tokens, moved.params.min_tokens, moved.params.seed) == (len(ANSWER) + 1, 6, 11)
     other = (await prefill.begin("a", request([*PROMPT[:-1], 8, *ANSWER], 1))).request
     assert other.generated_token_ids == []
+    assert (prefill.num_continued, prefill.num_replayed_tokens) == (1, len(ANSWER))
     await die(decode, PROMPT + ANSWER, 20 - len(ANSWER))
     with pytest.raises(PoisonRequest):
         await prefill.begin("a", request(PROMPT + ANSWER, 1))
@@ -68,5 +69,22 @@ async def test_a_prefill_worker_reads_its_own_record_again(tmp_path: Path) -> No
         record.write(11)
         await record.wait_written()
         record.settle()
+    for each in (prefill, decode):
+        await each.close()
+
+
+async def test_a_cancelled_prefill_leaves_no_record_of_its_own(tmp_path: Path) -> None:
+    """The record of the answer that it has read is another worker's."""
+    prefill, decode = records(tmp_path, "prefill"), records(tmp_path, "decode")
+    await prefill.open()
+    await decode.open()
+    await die(decode, PROMPT, 20)
+    kept = {path.name for path in tmp_path.iterdir()}
+    record = await prefill.begin("a", request(PROMPT + ANSWER, 1))
+    record.write(11)
+    await record.wait_written()
+    record.expire()
+    await record.close()
+    assert {path.name for path in tmp_path.iterdir()} == kept
     for each in (prefill, decode):
         await each.close()

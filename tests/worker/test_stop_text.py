@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from effort import examples
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from served_worker import serving
 
@@ -97,6 +98,37 @@ def test_an_answer_that_goes_on_ends_where_it_would_have(
     if whole is None or len(begun) < len(whole):
         rest = ended(token_ids[cut:], [], stops, min_tokens=least, generated=begun)
         assert (None if rest is None else begun + rest) == whole
+
+
+class SingleBytes:
+    """Token n is byte n."""
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+LETTERS = st.text("aé€😀", max_size=6)
+
+
+@settings(max_examples=examples(500))
+@example("😀a", ["😀"], 4, 3)
+@example("😀a", ["😀"], 4, 0)
+@given(LETTERS, st.lists(LETTERS.filter(bool), min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 20))
+def test_a_character_may_begin_in_too_few_tokens(text: str, stops: list[str], least: int, cut: int) -> None:
+    """A stop string counts whose first character the tokens before leave incomplete."""
+    data = text.encode()
+    incomplete = data[: max(0, least - 1)].decode(errors="ignore").encode()
+    counted = [data[len(incomplete) : count] for count in range(len(data) + 1)]
+    ends = (
+        count for count in range(max(least, 1), len(data) + 1) if any(stop.encode() in counted[count] for stop in stops)
+    )
+    end = next(ends, None)
+    if end is None or cut < end:
+        stop_text = StopText(SingleBytes(), stops, least, list(data[:cut]))
+        delta = TokenDelta(list(data[cut:]))
+        stop_text.end(delta)
+        assert stop_text.found == (end is not None)
+        assert delta.token_ids == list(data[cut:end])
 
 
 def test_min_tokens_come_first() -> None:

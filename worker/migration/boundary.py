@@ -95,8 +95,6 @@ class Boundary:
 
     def begins(self, token_ids: Sequence[int]) -> bool:
         """Whether tokens begin with the prompt: clients may choose ids, so an id proves nothing."""
-        if len(token_ids) < self.prompt_length:
-            return False
         return str(TokenDigest(token_ids[: self.prompt_length])) == self.prompt_digest
 
     def is_continued_by(self, request: GenerationRequest) -> bool:

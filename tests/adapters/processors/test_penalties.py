@@ -332,3 +332,18 @@ def test_ids_that_are_no_tokens_fill_a_window_too() -> None:
     assert processor.edit().token_ids.tolist() == [2]
     processor.accept(3, 6)
     assert processor.edit().token_ids.tolist() == [3]
+
+
+def test_a_rewound_occurrence_is_penalised_no_more() -> None:
+    """One of several, after the edit with all of them was made."""
+    made = FrequencyPenalty(FrequencyPenalty.Args(penalty=0.5), Context(Vocabulary(10)))
+    made.start([1])
+    for position in (1, 2, 3):
+        made.accept(7, position)
+    values = []
+    for position in (4, 3, 2):
+        made.rewind(position)
+        edit = made.edit()
+        assert isinstance(edit, Bias)
+        values.append(edit.values.tolist())
+    assert values == [[-1.5], [-1.0], [-0.5]]

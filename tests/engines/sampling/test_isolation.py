@@ -17,6 +17,7 @@ from adapters.contract import Context
 from adapters.processors.stochastic import Mirostat
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.plan import Edits, Output, Plan, Samples
+from worker.engines.embedded.sampling.isolation import IsolatingSampler
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams
 
@@ -119,6 +120,18 @@ def test_rows_are_sampled_together_again() -> None:
     while not driver.scheduler.is_idle:
         driver.step()
     assert set(whole.counts) == {2}
+
+
+def test_a_suspect_that_ends_leaves_the_others_suspected() -> None:
+    sampler = IsolatingSampler(WIDTH, ())
+    sampler._sampler = counting = Counting()
+    requests = tuple(request(ScriptedModel(), name, [5, 6], SamplingParams(max_tokens=3)) for name in "ab")
+    sampler.suspect(requests)
+    for ended, counts in (("a", [1, 1]), ("b", [2])):
+        sampler.forget([ended])
+        counting.counts.clear()
+        sampler.sample(torch.zeros(2, WIDTH), Edits(), Plan(requests, (), requests))
+        assert counting.counts == counts
 
 
 class Counting(Sampler):

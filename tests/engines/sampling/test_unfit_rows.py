@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from effort import examples
@@ -9,6 +11,9 @@ from engine_doubles import ScriptedModel, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, Edit, Force, Reads, Stage, SteeringProcessor
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.plan import Edits, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams
@@ -68,3 +73,30 @@ def test_nobody_is_left(width: int) -> None:
     """As where one request samples, and its chain leaves no token."""
     params = SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9)
     assert sample(torch.full((1, width), -torch.inf), [params])[1].keys() == {0}
+
+
+class Forces(SteeringProcessor):
+    """The token is 3."""
+
+    name, stage, reads = "forces", Stage.FORCE, Reads.NOTHING
+
+    def __init__(self) -> None:
+        pass
+
+    def edit(self) -> Edit:
+        return Force(3)
+
+
+@pytest.mark.parametrize("controls", [{}, {"logprobs": 0}, {"logprobs": 0, "logprobs_mode": "processed"}])
+@pytest.mark.parametrize("how", SPOIL)
+def test_a_forced_row_needs_numbers_for_log_probabilities_alone(how: str, controls: dict[str, Any]) -> None:
+    chain = ProcessorChain([Forces()], Context(Vocabulary(WIDTHS[0])))
+    chain.start(PROMPT)
+    wanted = [SamplingParams(max_tokens=9, **controls), SamplingParams(max_tokens=9)]
+    requests = tuple(request(MODEL, str(row), PROMPT, one) for row, one in enumerate(wanted))
+    logits = torch.zeros(2, WIDTHS[0])
+    SPOIL[how](logits[0])
+    edits = Edits([(0, chain, chain.plan())])
+    samples = Sampler(WIDTHS[0], ()).sample(logits, edits, Plan(requests, (), requests))
+    assert samples.errors.keys() == ({0} if controls else set())
+    assert controls or samples.token_ids[0] == 3

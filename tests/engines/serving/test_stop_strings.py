@@ -90,6 +90,26 @@ def test_any_split_into_tokens_gives_the_same_text(text: str, stops: list[str], 
     assert answer.text == text[: end if include else start]
 
 
+@given(TEXTS, STOPS, CUTS, st.integers(0, 12))
+def test_an_answer_that_goes_on_shows_what_it_would_have(
+    text: str, stops: list[str], cuts: set[int], num_tokens: int
+) -> None:
+    """A beginning of a stop string in the tokens before is held back, too."""
+    ids = Pieces(text.encode(), cuts).ids
+    decode = Pieces(text.encode(), cuts).decode
+    whole, resumed = AnswerText(decode, stops), AnswerText(decode, stops)
+    if any(whole.append(token_id) for token_id in ids[:num_tokens]):
+        return
+    resumed.resume(ids[:num_tokens])
+    assert resumed.shown == whole.shown
+    for token_id in ids[num_tokens:]:
+        is_over = whole.append(token_id)
+        assert resumed.append(token_id) == is_over
+        assert (resumed.shown, resumed.stopped_by) == (whole.shown, whole.stopped_by)
+        if is_over:
+            return
+
+
 @given(TEXTS, STOPS, CUTS)
 def test_tokens_that_stay_hold_no_part_of_the_stop_string(text: str, stops: list[str], cuts: set[int]) -> None:
     vocabulary = Pieces(text.encode(), cuts)

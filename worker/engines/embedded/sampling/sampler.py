@@ -105,7 +105,6 @@ class Sampler:
             apply_bitmask(logits, bitmask)
         failed = apply_late(logits, planned, lambda: self._mask_never(logits))
         errors |= {row: str(failure) for row, failure in failed.items()}
-        self._mask_never(logits)  # a shaping processor may have written there
 
     def _mask_never(self, logits: torch.Tensor) -> None:
         if isinstance(self._never, slice):
