@@ -56,6 +56,7 @@ class Side:
             "max_num_batched_tokens": 64,
             "kv_block_size": BLOCK,
             "max_mixed_chunk": 64,
+            "speculative_config": {"method": "none"},
         } | changes
         config = EmbeddedConfig(model_path="unused", device="cpu", context_length=CONTEXT, **settings)  # type: ignore[arg-type]
         self.model = TensorRecallModel(CONTEXT)

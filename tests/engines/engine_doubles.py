@@ -147,7 +147,7 @@ def histories(plan: Plan) -> list[list[int]]:
 
 def config(**changes: object) -> EmbeddedConfig:
     settings: dict[str, object] = {"model_path": "unused", "device": "cpu", "max_num_seqs": 4, "max_queue": 4}
-    settings["max_mixed_chunk"] = 64  # by default it depends on the time that steps take
+    settings |= {"max_mixed_chunk": 64, "speculative_config": {"method": "none"}}  # neither depends on times
     return EmbeddedConfig(**(settings | changes))  # type: ignore[arg-type]
 
 

@@ -98,7 +98,8 @@ def load_constant(step_s: float, prompt_rate: float) -> Load:
         except Exception as error:  # of the tokenizer's own class
             raise StartupError(f"--model-path {config.model_path}: no tokenizer: {one_line(error)}") from None
         logger.warning("--engine constant: no model is computed, and answers mean nothing")
-        stepper, info = load_for_serving(config, model)
+        plain = {"method": "none"}  # its tokens repeat themselves, and a step is to give one of each stream
+        stepper, info = load_for_serving(replace(config, speculative_config=plain), model)
         return stepper, replace(info, name="constant", computed_by="constant, no model")
 
     return load
