@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -168,9 +168,11 @@ async def test_a_transfer_is_a_phase_of_its_own() -> None:
 
 async def test_a_collector_that_sends_a_byte_at_a_time_holds_no_end_up() -> None:
     """Each byte is in time for its library."""
+    answering: list[asyncio.Task[Any]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+        answering.append(cast("asyncio.Task[Any]", asyncio.current_task()))
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             for byte in b"HTTP/1.1 200 OK\r\nX-Long: " + b"a" * 1000:
                 writer.write(bytes([byte]))
                 await writer.drain()
@@ -184,6 +186,9 @@ async def test_a_collector_that_sends_a_byte_at_a_time_holds_no_end_up() -> None
         began_s = time.monotonic()
         await reports.close()
         assert time.monotonic() - began_s < 2 * CLOSE_S
+        for task in answering:
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
 
 
 async def test_spans_arrive_at_an_otlp_endpoint() -> None:

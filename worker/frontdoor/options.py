@@ -151,7 +151,8 @@ class Options:
     max_connections: int = option(
         4096,
         "Most client connections at a time; one more takes the place of the one that has waited for longest for a "
-        "request, a second at least, or gets a 503.",
+        "request, a second at least, or gets a 503. Fewer where the process may not have two open files for each "
+        "(the hard limit of `ulimit -n`), which its log says then.",
         parse=_count,
     )
     header_timeout_s: float = option(10.0, "Seconds in which the head of a request must arrive.", parse=_seconds)
