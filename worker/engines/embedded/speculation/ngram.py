@@ -13,10 +13,10 @@ _MOST_COMPARED = 32
 """Tokens before an n-gram that are compared, to see how much of the history it repeats."""
 
 _FACTOR = 0x9E3779B1
-"""Of the polynomial that makes a key of an n-gram: 2**32 by the golden ratio (Knuth)."""
+"""Base of the polynomial that makes a key of an n-gram: 2**32 by the golden ratio (Knuth)."""
 
 _LEAST_SLOTS = 4096
-"""Of a table."""
+"""Slots that a table has at least."""
 
 
 class NgramProposer:
