@@ -42,7 +42,8 @@ def complete(stack: Stack) -> None:
 
 def test_planner_is_told_of_each_step(stack: Stack, receiver: Process) -> None:
     stack.start_frontend()
-    stack.start_worker("--publish-forward-pass-metrics", "true")
+    plain = '{"method": "none"}'  # a step for each token
+    stack.start_worker("--publish-forward-pass-metrics", "true", "--speculative-config", plain)
     last = len(PROMPT) + TOKENS - 1
 
     def is_heard() -> bool:
