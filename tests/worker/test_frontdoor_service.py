@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,20 @@ async def test_text_of_many_tokens_is_made_beside_the_event_loop(model: Path, mo
     assert threads[0] == threading.current_thread().name
     assert threads[1].startswith("front-door-bodies")
     assert (status, error["message"]) == (400, f"tokens: must be a list of at most {MAX_TOKENS} token ids")
+
+
+async def test_decoding_leaves_the_interpreter_to_others(model: Path) -> None:
+    """A million tokens kept it for 0.1 s, in whichever thread, and all other clients waited."""
+    texts, shares = Texts(str(model)), list[float]()
+    await texts.tokenizer()
+    for _ in range(5):
+        decoding = threading.Thread(target=texts.text, args=([70] * MAX_TOKENS,))
+        decoding.start()
+        times = [time.perf_counter()]
+        while decoding.is_alive():
+            times.append(time.perf_counter())
+        shares.append(max(later - earlier for earlier, later in pairwise(times)) / (times[-1] - times[0]))
+    assert min(shares) < 0.4
 
 
 async def test_text_of_tokens_behind_a_gap(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     handled("/inference/v1/generate", ("POST",), "Token ids to token ids, as vLLM's.", query=()),
     handled("/tokenize", ("POST",), "The token ids of a prompt or of a chat's messages, as vLLM's.", query=()),
-    handled("/detokenize", ("POST",), "The text of token ids, at most 131,072 of them, as vLLM's.", query=()),
+    handled("/detokenize", ("POST",), "The text of token ids, at most 1,000,000 of them, as vLLM's.", query=()),
     handled("/version", ("GET",), "The version of this server, as vLLM's.", query=()),
     handled("/ping", ("GET", "POST"), "An empty 200 where models are served.", needs_key=False, query=()),
     Route("/health", _READ, "health", "Whether models are served: the frontend's status.", needs_key=False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from worker import __version__
@@ -27,10 +26,8 @@ _OF_CHATS = (
     "return_token_strs",
 )
 _OF_TOKENS = ("model", "tokens")
-MAX_TOKENS = 131_072
-"""Token ids of one request to ``/detokenize``: the tokenizer keeps the interpreter to itself until
-it has decoded all of them.
-"""
+MAX_TOKENS = 1_000_000
+"""Token ids of one request to ``/detokenize``: about as many as a body has room for."""
 
 
 async def version(exchange: Exchange) -> None:
@@ -82,15 +79,18 @@ async def detokenize(exchange: Exchange) -> None:
     """
     fields = exchange.fields()
     _check_names(fields, _OF_TOKENS, "/detokenize")
-    ids = fields.get("tokens")
-    if not isinstance(ids, list) or len(ids) > MAX_TOKENS or not all(type(each) is int for each in ids):
-        raise FieldRefused("tokens", f"must be a list of at most {MAX_TOKENS} token ids")
+    ids = await exchange.read(_token_ids)
     await _served(exchange, _model(fields))
     texts = exchange.door.texts
     await texts.tokenizer()
-    decode = partial(texts.text, ids)
-    text = await exchange.door.rewriting.by_size(exchange.request.label, len(exchange.body), decode)
-    await exchange.answer(200, {"prompt": text})
+    await exchange.answer(200, {"prompt": await exchange.read(lambda _: texts.text(ids))})
+
+
+def _token_ids(fields: dict[str, Any]) -> list[int]:
+    ids = fields.get("tokens")
+    if not isinstance(ids, list) or len(ids) > MAX_TOKENS or not all(type(each) is int for each in ids):
+        raise FieldRefused("tokens", f"must be a list of at most {MAX_TOKENS} token ids")
+    return ids
 
 
 def _check_names(fields: dict[str, Any], known: tuple[str, ...], path: str) -> None:

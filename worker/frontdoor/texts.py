@@ -51,7 +51,9 @@ class Texts:
         for i, each in enumerate(ids):
             if not 0 <= each < self._size:
                 raise FieldRefused(f"tokens[{i}]", f"must be a token id below {self._size}, got {each}")
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
+        # of all functions of the tokenizer, this one leaves the interpreter to others meanwhile
+        (text,) = tokenizer.decode_batch([ids], skip_special_tokens=False)
+        return str(text)
 
     async def token_text(self, token_id: int) -> str:
         """The text of one token, empty for an id without a token. Raises `Refused`."""
