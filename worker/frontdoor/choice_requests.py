@@ -43,10 +43,10 @@ class ChoiceRequests:
                 self._unreachable()
             return
         if self._is_over or answer.ended:  # a cancellation may come too late to be noticed
-            answer.connection.abort()
+            answer.abort()
             return
         if self._is_paused:
-            answer.connection.pause()
+            answer.pause()
         answer.connection.begin(answer, AnswerEnd(), self._requests[answer.index])
         self._requests[answer.index] = b""  # answers take long, and a request may be large
 
@@ -54,13 +54,13 @@ class ChoiceRequests:
         """Read no more for now."""
         self._is_paused = True
         for answer in self.answers:
-            answer.connection.pause()
+            answer.pause()
 
     def resume(self) -> None:
         """Read again."""
         self._is_paused = False
         for answer in self.answers:
-            answer.connection.resume()
+            answer.resume()
 
     def abort(self) -> None:
         """End all of them. Idempotent."""
@@ -68,8 +68,7 @@ class ChoiceRequests:
         for task in self._asking:
             task.cancel()
         for answer in self.answers:
-            if not answer.ended:
-                answer.connection.abort()
+            answer.abort()
 
     def keep(self, kept: ParsedAnswer) -> None:
         """End all but one."""
@@ -77,4 +76,4 @@ class ChoiceRequests:
             if answer is not kept:
                 asking.cancel()  # it may not be connected yet
                 answer.ended = True
-                answer.connection.abort()
+                answer.abort()
