@@ -29,7 +29,7 @@ async def answer_chat(exchange: Exchange) -> None:
     request = returned.request(scored_request(asked_for))
     asked = _renamed(chat(exchange, request, annotations=annotations), fields)
     data = ReturnedData(returned, in_chat=True)
-    async with aclosing(with_scores(asked, fields, data)) as chunks:
+    async with aclosing(with_scores(exchange, asked, fields, data)) as chunks:
         if fields.get("stream"):
             await _stream(exchange, chunks, annotations, with_usage=_asks_for_usage(fields))
         else:
@@ -65,7 +65,11 @@ async def _stream(
                 await exchange.begin_events()
                 for name, value in annotations.items():
                     await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
-            if with_usage or chunk.get("choices"):
+            if not (with_usage or chunk.get("choices")):
+                continue
+            if "prompt_logprobs" in chunk:
+                await exchange.send_event(chunk)
+            else:
                 await exchange.send(server_sent(chunk))
     except AnswerFailed as failed:
         await exchange.send(server_sent(failed.refused.content()))

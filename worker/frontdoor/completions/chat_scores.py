@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
 
+from worker.frontdoor.asking import Caller
 from worker.frontdoor.chat_stream import AnswerFailed
 from worker.frontdoor.completions.asked import num_prompt_logprobs
 from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
-from worker.frontdoor.completions.prompt_scores import WorkerData
+from worker.frontdoor.completions.prompt_scores import PromptScores, WorkerData
+from worker.frontdoor.encoding import FEW
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
 from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData
@@ -26,12 +30,21 @@ def scored_request(fields: Body) -> Body:
     return {**fields, "nvext": with_engine_data(fields.get("nvext"))}
 
 
+async def in_vllm_form(caller: Caller, scores: PromptScores, count: int) -> list[dict[str, Any] | None]:
+    """See `PromptScores.in_vllm_form`; that of a long prompt is made beside the event loop."""
+    make = partial(scores.in_vllm_form, count)
+    if len(scores.tokens) <= FEW:
+        return make()
+    return await caller.door.rewriting.aside(caller.request.label, make)
+
+
 async def with_scores(
-    chunks: AsyncGenerator[Chunk, None], fields: Body, data: ReturnedData
+    caller: Caller, chunks: AsyncGenerator[Chunk, None], fields: Body, data: ReturnedData
 ) -> AsyncGenerator[Chunk, None]:
     """The chunks of a chat; the one with the prompt's log probabilities has ``prompt_logprobs``.
 
     Args:
+        caller: Requester of the chat.
         chunks: Chunks of the answer to `scored_request`.
         fields: The client's fields.
         data: Puts token ids into them.
@@ -46,7 +59,7 @@ async def with_scores(
             data.take(chunk)
             scores = None if count is None else WorkerData.taken_from(chunk).scores
             if scores is not None and count is not None and not is_scored:
-                chunk["prompt_logprobs"], is_scored = scores.in_vllm_form(count), True
+                chunk["prompt_logprobs"], is_scored = await in_vllm_form(caller, scores, count), True
                 if data.repeats_scores:
                     chunk["nvext"] = {**(chunk.get("nvext") or {}), PROMPT_LOGPROBS: chunk["prompt_logprobs"]}
             is_scored = is_scored or any(one.get("finish_reason") == ABORT for one in chunk.get("choices") or ())

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
+from worker.frontdoor.asking import Caller
+from worker.frontdoor.completions.chat_scores import in_vllm_form
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.rollouts.generation import Generated, generate, served_model, spans
@@ -37,14 +39,15 @@ async def answer_inference(exchange: Exchange) -> None:
                 found[index] = generated
     except Refused as refused:
         raise renamed(refused, NAMES) from None
-    await exchange.answer(200, {**same, "model": model, "created": int(time.time()), **_whole(request, found)})
+    whole = await _whole(exchange, request, found)
+    await exchange.answer(200, {**same, "model": model, "created": int(time.time()), **whole})
 
 
 def _mode(request: InferenceRequest) -> str:
     return "text" if request.has_text else "tokens"
 
 
-def _whole(request: InferenceRequest, found: Mapping[int, Generated]) -> Answer:
+async def _whole(caller: Caller, request: InferenceRequest, found: Mapping[int, Generated]) -> Answer:
     first = found[min(found)]
     scores = first.scores
     answer: Answer = {
@@ -54,7 +57,7 @@ def _whole(request: InferenceRequest, found: Mapping[int, Generated]) -> Answer:
         "prompt_token_ids": first.prompt_token_ids if request.has_prompt else None,
     }
     if scores is not None and request.num_scores is not None:
-        answer["prompt_logprobs"] = scores.in_vllm_form(request.num_scores)
+        answer["prompt_logprobs"] = await in_vllm_form(caller, scores, request.num_scores)
     return answer
 
 
