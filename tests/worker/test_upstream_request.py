@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,9 @@ from adapters.contract import Context
 from adapters.processors.thinking import ThinkingBudget
 from worker.errors import InvalidRequest
 from worker.frontdoor.fields import CHAT, COMPLETIONS, TABLES
+from worker.frontdoor.openengine import exchange
 from worker.frontdoor.openengine.body import client_name, read_body
+from worker.frontdoor.openengine.exchange import Request
 from worker.frontdoor.openengine.thinking import PARSERS, Thinking, ThinkingSplit, reasoning_tokens
 from worker.requests.request import RequestLimits, parse_request
 from worker.runtimes.direct.openai_fields import places
@@ -285,3 +288,25 @@ def test_reasoning_tokens_are_those_of_the_budget(thinking: Thinking, data: st.D
         budget.accept(token_id, len(prompt) + place)
         counter.feed([token_id])
         assert counter.count == budget._state.used
+
+
+@pytest.mark.parametrize("count", [1, 40_000])
+async def test_a_large_body_is_read_beside_the_event_loop(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB of ids held all other clients up for 0.1 s."""
+    threads, loads = list[threading.Thread](), json.loads
+
+    async def ended(_: Any, made: Any) -> None:
+        assert made is None
+
+    def noted(text: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return loads(text)
+
+    body = json.dumps({"model": "tiny", "prompt": [5] * count}).encode()
+    request = Request("POST", COMPLETIONS, {b"content-type": b"application/json"}, body)
+    engines: Any = None
+    monkeypatch.setattr(exchange, "_prepared", lambda *_: threads.append(threading.current_thread()))
+    monkeypatch.setattr(exchange.json, "loads", noted)
+    monkeypatch.setattr(exchange._Answering, "_generate", ended)
+    await exchange._Answering(engines, request, engines).generate()
+    assert [thread is threading.current_thread() for thread in threads] == [count == 1] * 2

@@ -8,11 +8,11 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from adapters.vocabulary import ReasoningTokens
 from worker.engines.images import FIELD as IMAGES
@@ -39,6 +39,8 @@ from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.openengine.request import CLIENT_METADATA
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PASSED_ON = (b"traceparent", b"tracestate", CLIENT_METADATA.encode())
 _SHOWN_BEFORE = ("request_id", "token_ids", "formatted_prompt")
@@ -127,15 +129,17 @@ class _Answering:
             raise Refused(415, "the body must have the content type application/json", "content-type")
         body: Mapping[str, Any] = {}
         try:
-            body = json.loads(self._request.body)
-            prepare = partial(_prepared, self._engines, self._request, body)
-            at_once = len(self._request.body) <= AT_ONCE
-            await self._generate(prepare() if at_once else await asyncio.to_thread(prepare))
+            body = await self._by_size(partial(json.loads, self._request.body))
+            await self._generate(await self._by_size(partial(_prepared, self._engines, self._request, body)))
         except InvalidRequest as error:
             name = client_name(error.field, body)
             raise Refused(400, f"{name}: {error.problem}", name) from None
         except Refused as refused:
             raise refused.renamed(None if refused.param is None else client_name(refused.param, body)) from None
+
+    async def _by_size(self, read: Callable[[], T]) -> T:
+        """The result of ``read``, which reads the body: a large one beside the event loop."""
+        return read() if len(self._request.body) <= AT_ONCE else await asyncio.to_thread(read)
 
     async def _generate(self, made: _Prepared) -> None:
         request, engines = self._request, self._engines
