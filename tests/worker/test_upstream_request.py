@@ -306,7 +306,7 @@ async def test_a_large_body_is_read_beside_the_event_loop(count: int, monkeypatc
     request = Request("POST", COMPLETIONS, {b"content-type": b"application/json"}, body)
     engines: Any = None
     monkeypatch.setattr(exchange, "_prepared", lambda *_: threads.append(threading.current_thread()))
-    monkeypatch.setattr(exchange.json, "loads", noted)
+    monkeypatch.setattr(json, "loads", noted)
     monkeypatch.setattr(exchange._Answering, "_generate", ended)
     await exchange._Answering(engines, request, engines).generate()
     assert [thread is threading.current_thread() for thread in threads] == [count == 1] * 2
