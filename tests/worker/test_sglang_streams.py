@@ -20,7 +20,7 @@ async def endless(*_: Any) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
 
 async def test_a_slow_client_that_leaves_takes_all_tasks_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "_answers", endless)
-    monkeypatch.setattr(sglang, "_Part", lambda *_: None)
+    monkeypatch.setattr(sglang, "Part", lambda *_: None)
     batch = sglang_request.read({"text": ["a", "b", "c"], "stream": True})
     exchange: Any = None
     events = sglang._together(exchange, batch, "m")
