@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,9 +54,8 @@ def answer_to_one() -> dict[str, Any]:
     return {"choices": [{"prompt_logprobs": [None] + [{"5": {"logprob": -1.5, "rank": 1}}] * 20_000}]}
 
 
-@pytest.mark.parametrize("content", [with_logprobs(2000), answer_to_one()], ids=["answer", "prompt"])
-async def test_others_have_turns_while_a_large_answer_is_encoded(content: Any) -> None:
-    """10,000 tokens with 20 alternatives each held all other clients up for 0.3 s."""
+async def turns_of_others(work: Coroutine[Any, Any, Any]) -> tuple[Any, int]:
+    """The result of ``work``, and the turns that others have had beside it."""
     num_turns = 0
 
     async def others() -> None:
@@ -65,9 +65,28 @@ async def test_others_have_turns_while_a_large_answer_is_encoded(content: Any) -
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    whole = await encoded_in_turns(content)
+    result = await work
     task.cancel()
+    return result, num_turns
+
+
+@pytest.mark.parametrize("content", [with_logprobs(2000), answer_to_one()], ids=["answer", "prompt"])
+async def test_others_have_turns_while_a_large_answer_is_encoded(content: Any) -> None:
+    """10,000 tokens with 20 alternatives each held all other clients up for 0.3 s."""
+    whole, num_turns = await turns_of_others(encoded_in_turns(content))
     assert num_turns > len(whole) / 2**18
+
+
+async def test_others_have_turns_while_entries_of_a_prompt_are_made() -> None:
+    """Those of 131,072 tokens held all other clients up for 0.2 s."""
+    count = 2000
+    scores = PromptScores([{"token_id": 7}] * count, [None] + [{"7": {"logprob": -1.0, "rank": 1}}] * (count - 1))
+    caller, request = SimpleNamespace(), SimpleNamespace(rid=None, top=2, scores_from=0)
+    form = sglang._Form(caller, request, has_texts=False)  # type: ignore[arg-type]
+    made, num_turns = await turns_of_others(form._input(scores))
+    assert made["input_token_logprobs"] == [[None, 7, None]] + [[-1.0, 7, None]] * (count - 1)
+    assert made["input_top_logprobs"] == [None] + [[[-1.0, 7, None]]] * (count - 1)
+    assert num_turns > count / FEW
 
 
 def test_no_part_of_a_large_answer_is_large() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from worker.engines.weights import ABORTED
 from worker.frontdoor.asking import Caller, Part
 from worker.frontdoor.completions.handler import AT_ONCE
 from worker.frontdoor.completions.prompt_scores import PromptScores
+from worker.frontdoor.encoding import FEW
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.rollouts.generation import Generated, generate, served_model
@@ -21,6 +22,8 @@ from worker.frontdoor.rollouts.tables import renamed
 from worker.requests.rollout import ABORT, TOP
 
 Answer = dict[str, Any]
+
+T = TypeVar("T")
 
 
 async def answer_generate(exchange: Exchange) -> None:
@@ -185,11 +188,12 @@ class _Form:
         start, top = self._request.scores_from, self._request.top
         if start >= len(scores.tokens):
             raise FieldRefused("logprob_start_len", f"must be below the {len(scores.tokens)} tokens of the prompt")
-        found: Answer = {"input_token_logprobs": [await self._entry(own, int(id_)) for own, id_ in _own(scores, start)]}
+        own = [await self._entry(own, int(id_)) async for own, id_ in _in_turns(_own(scores, start))]
+        found: Answer = {"input_token_logprobs": own}
         if top:
             found["input_top_logprobs"] = [
                 None if entries is None else [await self._entry(one["logprob"], int(id_)) for id_, one in entries]
-                for entries in _ranked(scores, start, top)
+                async for entries in _in_turns(_ranked(scores, start, top))
             ]
         return found
 
@@ -198,26 +202,30 @@ class _Form:
         return [logprob, token_id, text]
 
 
-def _own(scores: PromptScores, start: int) -> list[tuple[float | None, int]]:
+async def _in_turns(items: Iterable[T]) -> AsyncGenerator[T, None]:
+    """The items; others have a turn behind some of them, of which a long prompt has many."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % FEW == 0:
+            await asyncio.sleep(0)
+
+
+def _own(scores: PromptScores, start: int) -> Iterator[tuple[float | None, int]]:
     """Log probability and id of each token from `start` on; the first has none, as in SGLang."""
-    found: list[tuple[float | None, int]] = []
     for place in range(start, len(scores.tokens)):
         token_id, entries = scores.tokens[place]["token_id"], scores.positions[place]
         own = None if entries is None or place == start else float(entries[str(token_id)]["logprob"])
-        found.append((own, token_id))
-    return found
+        yield own, token_id
 
 
-def _ranked(scores: PromptScores, start: int, top: int) -> list[list[tuple[str, Any]] | None]:
-    found: list[list[tuple[str, Any]] | None] = []
+def _ranked(scores: PromptScores, start: int, top: int) -> Iterator[list[tuple[str, Any]] | None]:
     for place in range(start, len(scores.tokens)):
         entries = scores.positions[place]
         if entries is None or place == start:
-            found.append(None)
+            yield None
             continue
         ranked = sorted(entries.items(), key=lambda item: item[1]["rank"])
-        found.append([item for item in ranked if item[1]["rank"] <= top])
-    return found
+        yield [item for item in ranked if item[1]["rank"] <= top]
 
 
 def _finish(generated: Generated) -> Answer | None:
