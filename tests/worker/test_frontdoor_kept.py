@@ -1,75 +1,73 @@
-"""A connection that is kept belongs to the next request: who had it before leaves it alone."""
+"""Connections to frontends are kept by those alone who take kept ones."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-import pytest
 from test_frontdoor_choices import Recorder, Transport
 
-from worker.frontdoor.answers import ParsedAnswer
-from worker.frontdoor.choice_requests import ChoiceRequests
-from worker.frontdoor.http import AnswerEnd
+from worker.frontdoor.choices import Choices
+from worker.frontdoor.forwarding import ForwardedRequest
 from worker.frontdoor.summaries import served_models
 from worker.frontdoor.upstreams import Upstream, UpstreamConnection, Upstreams
 
-ANSWER = b'HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n{"data":[]}'
+BODY = b'{"data":[],"choices":[],"usage":{}}'
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+"""An answer that leaves the connection open, though it may not have been asked to."""
 
 
-class Ended:
-    """A `Whole` of which nothing is wanted."""
+class Prompt(Upstream):
+    """A frontend that answers each request at once.
 
-    def headed(self, answer: ParsedAnswer) -> None: ...
+    Attributes:
+        transports: Transports of its connections.
+        num_kept: Connections that were kept, though they may have been closed since.
+    """
 
-    def data(self, answer: ParsedAnswer, data: bytes) -> None: ...
+    __slots__ = ("num_kept", "transports")
 
-    def ended(self, answer: ParsedAnswer) -> None: ...
+    async def open(self, connection: UpstreamConnection) -> None:
+        transport = Transport(connection)
+        self.transports.append(transport)
+        connection.connection_made(transport)
+        asyncio.get_running_loop().call_later(0.01, connection.data_received, ANSWER)
 
-    def failed(self, answer: ParsedAnswer, reason: str) -> None: ...
+    def keep(self, connection: UpstreamConnection) -> bool:
+        self.num_kept += 1
+        return Upstream.keep(self, connection)
 
 
-async def test_an_inquiry_leaves_the_next_request_alone() -> None:
-    """A client whose request took the connection of a list of models got no byte, for ever."""
-    client, opened = Recorder(), list[Transport]()
+def frontend() -> tuple[Prompt, Upstreams]:
+    upstream = Prompt("frontend", 80)
+    upstream.transports, upstream.num_kept = [], 0
+    return upstream, Upstreams([upstream], 1.0)
 
-    class Quick(Upstream):
-        """A frontend that another client asks as soon as one of its connections is kept."""
 
-        async def open(self, connection: UpstreamConnection) -> None:
-            opened.append(Transport(connection))
-            connection.connection_made(opened[0])
-            asyncio.get_running_loop().call_later(0.01, connection.data_received, ANSWER)
+async def test_an_inquiry_keeps_no_connection() -> None:
+    """It closed the connection under a request that had taken it, which got no byte, for ever."""
+    upstream, upstreams = frontend()
+    assert await served_models(upstreams) == {}
+    assert upstream.num_kept == 0
+    assert [each.is_open for each in upstream.transports] == [False]
 
-        def keep(self, connection: UpstreamConnection) -> bool:
-            asyncio.get_running_loop().call_soon(connection.begin, client, AnswerEnd(), b"another")
-            return True
 
-    assert await served_models(Upstreams([Quick("openengine", 80)], 1.0)) == {}
-    assert opened[0].is_open
-    opened[0].connection.data_received(ANSWER)
+async def test_choices_keep_no_connections() -> None:
+    """256 were kept for 30 s each, which none of them took: of 400 descriptors none was left."""
+    upstream, upstreams = frontend()
+    client = Recorder()
+    Choices(client, [b"first", b"second"], chunked=True, refused=client.refused).ask(upstreams)
+    await client.over.wait()
     assert client.ends == ["answered"]
-    assert client.data == ANSWER
+    assert upstream.num_kept == 0
+    assert [each.is_open for each in upstream.transports] == [False, False]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [ChoiceRequests.pause, ChoiceRequests.abort, lambda requests: requests.keep(requests.answers[0])],
-    ids=["pause", "abort", "keep"],
-)
-async def test_choices_leave_the_next_request_alone(call: Callable[[ChoiceRequests], None]) -> None:
-    requests = ChoiceRequests(Ended(), [b"first", b"second"], lambda: None)
-    requests.ask(Upstreams([], 1.0))
-    await asyncio.sleep(0)
-    connection, client = requests.answers[1].connection, Recorder()
-    connection.upstream = Upstream("openengine", 80)
-    transport = Transport(connection)
-    connection.connection_made(transport)
-    connection.begin(requests.answers[1], AnswerEnd(), b"second")
-    connection.data_received(ANSWER)
-    assert connection.upstream.idle.pop() is connection
-    connection.begin(client, AnswerEnd(), b"another")
-    call(requests)
-    assert (transport.is_open, transport.is_read) == (True, True)
-    connection.data_received(ANSWER)
-    assert client.ends == ["answered"]
+async def test_a_request_that_is_passed_on_keeps_its_connection() -> None:
+    upstream, upstreams = frontend()
+    client = Recorder()
+    ForwardedRequest(client, upstreams, head_only=False, free=lambda: None).ask(b"a request")
+    await client.over.wait()
+    assert (client.ends, client.data) == (["answered"], ANSWER)
+    assert upstream.num_kept == len(upstream.idle) == 1
+    assert [each.is_open for each in upstream.transports] == [True]
+    upstreams.close()

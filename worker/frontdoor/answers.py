@@ -33,8 +33,7 @@ class ParsedAnswer:
         index: Number of the request that it answers.
 
     Attributes:
-        connection: Connection to the frontend that sends it; once it is complete, another request
-            may have that.
+        connection: Connection to the frontend that sends it.
         status: HTTP status, 0 before the head.
         headers: Names in lower case.
         num_bytes: Length of `body`.
@@ -44,7 +43,7 @@ class ParsedAnswer:
 
     def __init__(self, whole: Whole, index: int) -> None:
         self.index = index
-        self.connection = UpstreamConnection()
+        self.connection = UpstreamConnection(is_kept=False)  # no such request takes a kept one
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self._parts: list[bytes] = []  # of the body
@@ -52,7 +51,6 @@ class ParsedAnswer:
         self.num_bytes = 0
         self.collects = False
         self.ended = False
-        self._is_complete = False
         self._whole = whole
         self._parser = h11.Connection(h11.CLIENT)
         self._parser.send(h11.Request(method="POST", target="/", headers=[("host", "frontend")]))
@@ -84,21 +82,6 @@ class ParsedAnswer:
         self._parts, self.num_bytes, self._has_event = [rest] if rest else [], len(rest), False
         return events
 
-    def pause(self) -> None:
-        """Read no more for now. Once the answer is complete, its connection may be another's."""
-        if not self._is_complete:
-            self.connection.pause()
-
-    def resume(self) -> None:
-        """Read again."""
-        if not self._is_complete:
-            self.connection.resume()
-
-    def abort(self) -> None:
-        """End the request, unless its answer is complete. Idempotent."""
-        if not self._is_complete:
-            self.connection.abort()
-
     def received(self, data: bytes) -> None:
         """Bytes of the answer."""
         self._parser.receive_data(data)
@@ -106,7 +89,6 @@ class ParsedAnswer:
 
     def answered(self, closes: bool) -> None:
         """The answer is complete; ``closes``: its end is that of the connection."""
-        self._is_complete = True
         if closes:
             self._parser.receive_data(b"")
             self._read()

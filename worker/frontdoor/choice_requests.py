@@ -43,10 +43,10 @@ class ChoiceRequests:
                 self._unreachable()
             return
         if self._is_over or answer.ended:  # a cancellation may come too late to be noticed
-            answer.abort()
+            answer.connection.abort()
             return
         if self._is_paused:
-            answer.pause()
+            answer.connection.pause()
         answer.connection.begin(answer, AnswerEnd(), self._requests[answer.index])
         self._requests[answer.index] = b""  # answers take long, and a request may be large
 
@@ -54,13 +54,13 @@ class ChoiceRequests:
         """Read no more for now."""
         self._is_paused = True
         for answer in self.answers:
-            answer.pause()
+            answer.connection.pause()
 
     def resume(self) -> None:
         """Read again."""
         self._is_paused = False
         for answer in self.answers:
-            answer.resume()
+            answer.connection.resume()
 
     def abort(self) -> None:
         """End all of them. Idempotent."""
@@ -68,7 +68,8 @@ class ChoiceRequests:
         for task in self._asking:
             task.cancel()
         for answer in self.answers:
-            answer.abort()
+            if not answer.ended:
+                answer.connection.abort()
 
     def keep(self, kept: ParsedAnswer) -> None:
         """End all but one."""
@@ -76,4 +77,4 @@ class ChoiceRequests:
             if answer is not kept:
                 asking.cancel()  # it may not be connected yet
                 answer.ended = True
-                answer.abort()
+                answer.connection.abort()

@@ -162,7 +162,7 @@ class _Asking:
         except (NoUpstream, TimeoutError):
             return UNREACHABLE
         finally:
-            self._answer.abort()
+            connection.abort()
         return Reply(self._answer.status, self._answer.body) if complete else UNREACHABLE
 
     def headed(self, answer: ParsedAnswer) -> None:

@@ -223,14 +223,18 @@ def acknowledge_at_once(connection: socket.socket) -> None:
 class UpstreamConnection(WaitingProtocol):
     """A connection to a frontend: one request at a time, and its answer.
 
+    Args:
+        is_kept: Whether it is kept for another request; whoever has had it must not use it then.
+
     Attributes:
         upstream: The frontend, once it is connected.
         socket: Socket of the connection, once there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool = True) -> None:
         super().__init__()
         self.upstream: Upstream | None = None
+        self._is_kept = is_kept
         self._client: Client | None = None
         self._end = AnswerEnd()
         self._transport: asyncio.Transport | None = None
@@ -321,7 +325,8 @@ class UpstreamConnection(WaitingProtocol):
         client, self._client = self._client, None
         if self._transport is not None:
             sent = self._transport.get_write_buffer_size() == 0 and not self._transport.is_closing()
-            if sent and self._end.stays_open and self.upstream is not None and self.upstream.keep(self):
+            may_stay = self._is_kept and sent and self._end.stays_open
+            if may_stay and self.upstream is not None and self.upstream.keep(self):
                 self.resume()
                 self._expect(IDLE_S)
             else:
