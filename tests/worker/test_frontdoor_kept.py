@@ -24,7 +24,10 @@ class Prompt(Upstream):
         num_kept: Connections that were kept, though they may have been closed since.
     """
 
-    __slots__ = ("num_kept", "transports")
+    def __init__(self) -> None:
+        super().__init__("frontend", 80)
+        self.transports: list[Transport] = []
+        self.num_kept = 0
 
     async def open(self, connection: UpstreamConnection) -> None:
         transport = Transport(connection)
@@ -34,12 +37,11 @@ class Prompt(Upstream):
 
     def keep(self, connection: UpstreamConnection) -> bool:
         self.num_kept += 1
-        return Upstream.keep(self, connection)
+        return super().keep(connection)
 
 
 def frontend() -> tuple[Prompt, Upstreams]:
-    upstream = Prompt("frontend", 80)
-    upstream.transports, upstream.num_kept = [], 0
+    upstream = Prompt()
     return upstream, Upstreams([upstream], 1.0)
 
 
