@@ -79,7 +79,6 @@ async def run(target, adapter) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.slow
 async def test_a_process_without_descriptors_rests(caplog: pytest.LogCaptureFixture) -> None:
     """A connection that cannot be accepted stays readable; its messages are read once it can be."""
     async with Worker() as worker:
@@ -94,6 +93,7 @@ async def test_a_process_without_descriptors_rests(caplog: pytest.LogCaptureFixt
         assert worker.steps == [("a", Step(3, (), (), None))]
 
 
+@pytest.mark.slow
 async def test_a_failure_in_another_process_has_the_workers_request_id() -> None:
     async with Worker() as worker:
         (adapter,) = create_trtllm_adapters([raises], end_id=3, report=worker.channel.reporter("req-é-1"))
