@@ -85,7 +85,9 @@ async def test_a_process_without_descriptors_rests(caplog: pytest.LogCaptureFixt
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
             with no_descriptors():
                 client.connect(worker.channel.path)
-                await asyncio.sleep(0.5)
+                for _ in range(50):  # as with each output
+                    worker.channel.poll()
+                    await asyncio.sleep(0.01)
             assert 1 <= caplog.text.count("cannot accept a connection: Too many open files") <= 6
             message = {"request_id": "a", "position": 3, "edits": [], "seconds": [], "logprobs": None}
             client.send(json.dumps(message).encode())
