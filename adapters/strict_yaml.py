@@ -12,15 +12,15 @@ def read_yaml(text: str) -> object:
     """The data in a text; a key that occurs twice is an error, not the last one's value.
 
     Raises:
-        yaml.YAMLError: it is no YAML, a key occurs twice, it is nested too deep, or it has a date
-            that no calendar has, or an integer of too many digits.
+        yaml.YAMLError: it is no YAML, a key occurs twice, it is nested too deep, or it has a value
+            that Python refuses, as a date that no calendar has, or an integer of too many digits.
     """
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deep") from None
-    except ValueError as error:  # of Python's own dates and integers
-        raise yaml.YAMLError(str(error)) from None
+    except (ValueError, ArithmeticError, LookupError, AttributeError) as error:  # the library's own, of values
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):

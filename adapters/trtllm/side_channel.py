@@ -144,6 +144,7 @@ class SideChannel:
         self._listener: socket.socket | None = None
         self._connections: list[socket.socket] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._rests = False  # until the next attempt to accept a connection
 
     def open(self) -> None:
         """Bind the socket and listen in the running event loop."""
@@ -157,6 +158,7 @@ class SideChannel:
 
     def _listen(self) -> None:
         """Accept connections as they come, unless it has been closed."""
+        self._rests = False
         if self._listener is not None and self._loop is not None:
             self._loop.add_reader(self._listener, self.poll)
 
@@ -194,9 +196,11 @@ class SideChannel:
             except BlockingIOError:
                 return
             except OSError as error:  # no descriptor is left: it waits, and the listener counts as readable
-                logger.warning("the side channel cannot accept a connection: %s", error.strerror or error)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
+                if not self._rests:
+                    self._rests = True
+                    logger.warning("the side channel cannot accept a connection: %s", error.strerror or error)
+                    self._loop.remove_reader(self._listener)
+                    self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
                 return
             connection.setblocking(False)
             self._connections.append(connection)

@@ -135,3 +135,17 @@ def test_a_process_that_was_stopped_reads_before_it_is_late() -> None:
     stopped(loop, 60)
     loop.pass_s(GRACE_S)
     assert waiting.late_at == [120 + GRACE_S]
+
+
+def test_a_part_that_is_read_after_a_stop_keeps_the_grace() -> None:
+    """A body that is late lets nothing be awaited, and the rest of it may have come, too."""
+    waiting, loop = connection()
+    waiting._expect(10)
+    loop.now += 60
+    waiting._expect(0)
+    loop.pass_s(GRACE_S / 2)
+    waiting._expect(0)
+    loop.pass_s(GRACE_S / 4)
+    assert waiting.late_at == []
+    loop.pass_s(GRACE_S / 4)
+    assert waiting.late_at == [60 + GRACE_S]

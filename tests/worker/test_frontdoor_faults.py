@@ -48,9 +48,11 @@ def connected(port: int) -> socket.socket:
 
 
 def test_what_came_while_it_was_stopped_is_not_late() -> None:
-    """A machine that slept, or a frozen container: the client has sent all of it in time."""
+    """A machine that slept, or a frozen container: the client has sent all of it in time, more than
+    is read at once.
+    """
     port = free_port()
-    body = json.dumps({"model": "none", "messages": [{"role": "user", "content": "Hello" * 1000}]}).encode()
+    body = json.dumps({"model": "none", "messages": [{"role": "user", "content": "Hello" * 40_000}]}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     request = head + b"content-length: %d\r\n\r\n" % len(body) + body
     half = len(request) // 2

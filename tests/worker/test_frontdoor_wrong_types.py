@@ -138,6 +138,16 @@ async def test_a_message_shows_a_value_as_json(fields: dict[str, Any], message: 
         ("/v1/messages", {"messages": "a", "max_tokens": 5}, 'messages: must be a list, got "a"'),
         ("/v1/responses", {"input": "a", "previous_response_id": 5}, "previous_response_id: must be a text, got 5"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: must be true or false, got 1"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "prompt_logprobs": 1, "nvext": {"extra_fields": 5}},
+            "nvext.extra_fields: must be a list, each a text, got 5",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "prompt_logprobs": 1, "nvext": 5},
+            "nvext: must be an object, got 5",
+        ),
     ],
 )
 async def test_every_endpoint_shows_a_value_as_json(path: str, fields: dict[str, Any], message: str) -> None:

@@ -26,10 +26,16 @@ class WaitingProtocol(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._grace_end = 0.0  # no deadline passes before it
 
     def _expect(self, seconds: float) -> None:
-        """Call `_late` unless the deadline is moved within so many seconds."""
-        self._deadline = deadline = self._loop.time() + seconds
+        """Call `_late` unless the deadline is moved within so many seconds; not at once where the
+        process was stopped: the loop may call timers before it reads, and reads parts.
+        """
+        now = self._loop.time()
+        if self._deadline is not None and now - self._deadline > STOPPED_S:
+            self._grace_end = now + GRACE_S
+        self._deadline = deadline = max(now + seconds, self._grace_end)
         if self._timer is not None and deadline < self._timer.when():
             self._cancel_timer()
         if self._timer is None:
@@ -50,8 +56,8 @@ class WaitingProtocol(asyncio.Protocol):
         left = self._deadline - self._loop.time()
         if left > RESOLUTION_S:
             self._expect(left)
-        elif left < -STOPPED_S:  # the loop calls timers before it looks at sockets
-            self._expect(GRACE_S)
+        elif left < -STOPPED_S:
+            self._expect(0.0)
         else:
             self._deadline = None
             self._late()

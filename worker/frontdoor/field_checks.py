@@ -309,9 +309,10 @@ def read_by_handler(name: str) -> Check:
 
 def prompt_logprobs(value: Any, body: Body) -> None:
     integer("prompt_logprobs", value, 0, MAX_LOGPROBS)
-    # where no handler reads them from the worker's data they would be lost
-    nvext = body.get("nvext")
-    if not isinstance(nvext, dict) or "engine_data" not in (nvext.get("extra_fields") or ()):
+    # where no handler reads them from the worker's data they would be lost (`nvext` checks types)
+    given = {} if body.get("nvext") is None else body["nvext"]
+    extra = (given.get("extra_fields") or []) if isinstance(given, dict) else None
+    if isinstance(extra, list) and "engine_data" not in extra:
         raise FieldRefused("prompt_logprobs", "is served by POST /v1/completions and /v1/chat/completions alone")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import tempfile
@@ -170,6 +171,18 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
     assert llm.asked == ["pause keep", "load_weights_from"]  # nothing is computed with what is half loaded
 
 
+def in_two_files(model: Path, directory: Path) -> Path:
+    """The weights of a checkpoint as large ones have them."""
+    tensors = sorted(load_file(model / "model.safetensors").items())
+    directory.mkdir()
+    files = {"one.safetensors": dict(tensors[::2]), "two.safetensors": dict(tensors[1::2])}
+    for file, some in files.items():
+        (directory / file).write_bytes(save(some))
+    index = {"metadata": {}, "weight_map": {name: file for file, some in files.items() for name in some}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
 async def test_weights_without_room_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container, whose /dev/shm has 64 MB; the next update is taken once there is room."""
     monkeypatch.setattr(vllm_weights, "_SHARED_MEMORY", shared := tmp_path / "shm")
@@ -177,7 +190,7 @@ async def test_weights_without_room_are_refused(model: Path, tmp_path: Path, mon
     llm = Llm()
     weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", lambda reason: None)
     content = (model / "model.safetensors").read_bytes()
-    for source in (memoryview(content), model):
+    for source in (memoryview(content), model, in_two_files(model, tmp_path / "parts")):
         refusal = rf"^the weights cannot be copied to {shared}: .* --shm-size$"
         with full_disk(4096), pytest.raises(WeightsRefused, match=refusal):
             await weights.update_weights(source, None, "keep")

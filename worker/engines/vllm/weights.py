@@ -223,7 +223,7 @@ def _own_copy() -> Iterator[Path]:
     try:
         directory = OwnedDirectory("dlw-weights-", root)
     except OSError as error:
-        raise _no_room(root, error) from None
+        raise _no_room(root, error.strerror or str(error)) from None
     try:
         yield directory.path
     finally:
@@ -243,23 +243,27 @@ def _copy(source: Path | memoryview, directory: Path) -> None:
         _join(files, directory / SINGLE)
     except OSError as error:
         if isinstance(source, memoryview) or error.errno in _FULL:
-            raise _no_room(directory.parent, error) from None
+            raise _no_room(directory.parent, error.strerror or str(error)) from None
         raise WeightsRefused(f"model_path: {one_line(error)}") from None
     except (ModelFileError, SafetensorError) as error:
         raise WeightsRefused(f"model_path: {one_line(error)}") from None
 
 
-def _no_room(root: Path, error: OSError) -> WeightsRefused:
+def _no_room(root: Path, problem: str) -> WeightsRefused:
     """The refusal of an update of which no copy can be made for vLLM's processes."""
     cure = "; a container has more with --shm-size" if root == _SHARED_MEMORY else ""
-    return WeightsRefused(f"the weights cannot be copied to {root}: {error.strerror or error}{cure}")
+    return WeightsRefused(f"the weights cannot be copied to {root}: {problem}{cure}")
 
 
 def _join(files: list[Path], target: Path) -> None:
+    """Copy the tensors of all files into one. Raises `WeightsRefused` if it cannot be written."""
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    save_file(tensors, target)
+    try:
+        save_file(tensors, target)
+    except SafetensorError as error:  # of the system: the files have been read
+        raise _no_room(target.parent.parent, one_line(error)) from None
