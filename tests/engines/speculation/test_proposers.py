@@ -342,6 +342,24 @@ def test_drafts_that_do_not_pay_shrink_to_one_token_trials() -> None:
     assert set(drafted[100:]) == {0, 1}
 
 
+def test_a_row_is_tried_however_patient_another_one_is() -> None:
+    """It was not before the row that had waited the longest, up to 1,024 steps."""
+    now_s = 0.0
+    speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1), clock=lambda: now_s)
+    model = ScriptedModel()
+    rows = tuple(request(model, str(row), [5] * 20, SamplingParams(max_tokens=5000)) for row in range(2))
+    tried = []
+    for step in range(2200):
+        asked = rows[:1] if step < 2000 else rows
+        plan = Plan(asked, (), asked)
+        plan = replace(plan, drafts=tuple(map(tuple, speculator.draft(plan))))
+        tried += [step for one, draft in zip(asked, plan.drafts, strict=True) if draft and one is rows[1]]
+        now_s += 0.01 + 0.02 * plan.num_tokens
+        speculator.learn_cost(plan)
+        speculator.learn(plan, [0] * len(asked))
+    assert [later - earlier for earlier, later in itertools.pairwise([2000, *tried])] == [32, 65]
+
+
 # -- settings
 
 
