@@ -168,6 +168,16 @@ def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(
     assert used.propose(history, 4) == make().propose(history, 4)
 
 
+def test_a_token_that_was_taken_back_is_all_that_is_followed_again() -> None:
+    """A rewind of a long answer held up a step for as long as it takes to follow all of it."""
+    answer = list(range(1000, 5000))
+    proposer = PredictionProposer([*range(100), *answer[:50]], 0)
+    proposer.propose(answer, 4)
+    assert num_lines(lambda: proposer.propose(answer[:-1], 4)) < 50
+    assert num_lines(lambda: proposer.propose([*answer[:-3], 7], 4)) < 50
+    assert proposer.propose([*answer[:-3], 7, 8], 2).tokens == [9, 10]
+
+
 @given(st.lists(TOKENS, max_size=4), TOKENS)
 def test_a_corpus_continues_with_an_earlier_answer(answers: list[list[int]], history: list[int]) -> None:
     corpus = Corpus(10_000)
