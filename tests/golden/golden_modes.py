@@ -20,7 +20,7 @@ from golden_workers import DTYPE, NGRAMS, Bench, DraftingEngine, LocalWorker, Pr
 from adapters.catalog import Catalog
 from worker.build import embedded_config
 from worker.engines import EngineInfo
-from worker.engines.embedded import Engine
+from worker.engines.embedded import EmbeddedEngine, Engine
 from worker.errors import InvalidRequest
 from worker.migration.records import records_of
 from worker.requests.request import GenerationRequest, parse_request
@@ -166,7 +166,9 @@ class OneWorker(Answering):
         return await bench.worker(*argv)
 
     def _check(self, worker: LocalWorker) -> None:
-        """Raises `AssertionError` if what the mode is about did not happen."""
+        """Raises `AssertionError` if what the mode is about did not happen, or another mode is."""
+        drafted = worker.engine.load().drafted if isinstance(worker.engine, EmbeddedEngine) else ()
+        assert "ngram" not in drafted, f"{self.name}: n-grams were drafted"
 
 
 class Preempted(OneWorker):
@@ -385,7 +387,7 @@ class OfflineChoices(Choices):
     async def running(self, bench: Bench) -> AsyncIterator[None]:
         catalog = Catalog.load(options=bench.arguments().logits_processor)
         settings = {"device": bench.device, "dtype": DTYPE, "numerics": "exact", "kv_cache_dtype": bench.kv_cache_dtype}
-        drafts = {"model": str(bench.model)}
+        drafts = {"model": str(bench.model), "method": "none"}
         self._engine = await asyncio.to_thread(
             Engine,
             bench.model,

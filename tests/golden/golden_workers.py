@@ -169,9 +169,10 @@ class Bench:
 
     def drafting(self, **settings: Any) -> list[str]:
         """Options of an embedded engine whose draft model is the model itself, with which
-        `contrastive` contrasts it at another temperature.
+        `contrastive` contrasts it at another temperature. Without settings it drafts from chains
+        alone.
         """
-        return ["--speculative-config", json.dumps({"model": str(self.model), **settings})]
+        return ["--speculative-config", json.dumps({"model": str(self.model), "method": "none", **settings})]
 
     def arguments(self, *argv: str) -> Arguments:
         """Options of a worker."""

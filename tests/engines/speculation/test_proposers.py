@@ -168,6 +168,16 @@ def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(
     assert used.propose(history, 4) == make().propose(history, 4)
 
 
+def test_a_token_that_was_taken_back_is_all_that_is_followed_again() -> None:
+    """A rewind of a long answer held up a step for as long as it takes to follow all of it."""
+    answer = list(range(1000, 5000))
+    proposer = PredictionProposer([*range(100), *answer[:50]], 0)
+    proposer.propose(answer, 4)
+    assert num_lines(lambda: proposer.propose(answer[:-1], 4)) < 50
+    assert num_lines(lambda: proposer.propose([*answer[:-3], 7], 4)) < 50
+    assert proposer.propose([*answer[:-3], 7, 8], 2).tokens == [9, 10]
+
+
 @given(st.lists(TOKENS, max_size=4), TOKENS)
 def test_a_corpus_continues_with_an_earlier_answer(answers: list[list[int]], history: list[int]) -> None:
     corpus = Corpus(10_000)
@@ -340,6 +350,24 @@ def test_drafts_that_do_not_pay_shrink_to_one_token_trials() -> None:
             speculator.learn(tried, [0, 0, 0])
     assert drafted[0] > 1
     assert set(drafted[100:]) == {0, 1}
+
+
+def test_a_row_is_tried_however_patient_another_one_is() -> None:
+    """It was not before the row that had waited the longest, up to 1,024 steps."""
+    now_s = 0.0
+    speculator = Speculator(SpeculativeConfig(method="ngram", prompt_lookup_min=1), clock=lambda: now_s)
+    model = ScriptedModel()
+    rows = tuple(request(model, str(row), [5] * 20, SamplingParams(max_tokens=5000)) for row in range(2))
+    tried = []
+    for step in range(2200):
+        asked = rows[:1] if step < 2000 else rows
+        plan = Plan(asked, (), asked)
+        plan = replace(plan, drafts=tuple(map(tuple, speculator.draft(plan))))
+        tried += [step for one, draft in zip(asked, plan.drafts, strict=True) if draft and one is rows[1]]
+        now_s += 0.01 + 0.02 * plan.num_tokens
+        speculator.learn_cost(plan)
+        speculator.learn(plan, [0] * len(asked))
+    assert [later - earlier for earlier, later in itertools.pairwise([2000, *tried])] == [32, 65]
 
 
 # -- settings

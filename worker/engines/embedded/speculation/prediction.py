@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from worker.engines.embedded.speculation.proposer import NO_DRAFT, Draft
+
+
+class _Place(NamedTuple):
+    """A place in the prediction.
+
+    Attributes:
+        following: Index of the token that comes next, or came next where they parted.
+        matched: Tokens of the answer before it that equal those of the prediction.
+        is_lost: Whether answer and prediction have parted.
+    """
+
+    following: int
+    matched: int
+    is_lost: bool
 
 
 class PredictionProposer:
@@ -27,36 +42,27 @@ class PredictionProposer:
     def __init__(self, prediction: Sequence[int], start: int) -> None:
         self._tokens = np.asarray(prediction, dtype=np.int64)
         self._start = start
-        self._restart()
-
-    def _restart(self) -> None:
-        self._num_followed = self._start
-        self._place = 0  # in the prediction: the token that comes next, or came next where they parted
-        self._matched = 0
-        self._is_lost = False
+        self._places = [_Place(0, 0, is_lost=False)]  # after 0, 1, ... tokens of the answer
 
     def propose(self, history: Sequence[int], limit: int) -> Draft:
         """See `Proposer.propose`."""
-        if len(history) < self._num_followed:
-            self._restart()
-        for index in range(self._num_followed, len(history)):
-            self._follow(history, index)
-        self._num_followed = len(history)
-        if self._is_lost:
-            return NO_DRAFT
-        return Draft(self._tokens[self._place : self._place + limit].tolist(), self._matched)
+        num_answered = len(history) - self._start
+        if num_answered < len(self._places) - 1:  # it was cut off, and its last token may be another one
+            del self._places[max(1, num_answered) :]
+        for index in range(self._start + len(self._places) - 1, len(history)):
+            self._places.append(self._next(self._places[-1], history, index))
+        following, matched, is_lost = self._places[-1]
+        return NO_DRAFT if is_lost else Draft(self._tokens[following : following + limit].tolist(), matched)
 
-    def _follow(self, history: Sequence[int], index: int) -> None:
-        if not self._is_lost and self._place < len(self._tokens) and self._tokens[self._place] == history[index]:
-            self._place += 1
-            self._matched += 1
-            return
-        self._is_lost = True
-        if index == self._start:
-            return
-        earlier, later = self._tokens[:-1] == history[index - 1], self._tokens[1:] == history[index]
-        found = np.flatnonzero(earlier & later)
-        if found.size:
-            next_found = int(np.searchsorted(found, self._place))
-            self._place = int(found[next_found % found.size]) + 2
-            self._matched, self._is_lost = 2, False
+    def _next(self, place: _Place, history: Sequence[int], index: int) -> _Place:
+        """The place behind a token of the history, from that before it."""
+        following, matched, is_lost = place
+        if not is_lost and following < len(self._tokens) and self._tokens[following] == history[index]:
+            return _Place(following + 1, matched + 1, is_lost=False)
+        if index > self._start:
+            earlier, later = self._tokens[:-1] == history[index - 1], self._tokens[1:] == history[index]
+            found = np.flatnonzero(earlier & later)
+            if found.size:
+                first = int(np.searchsorted(found, following)) % found.size
+                return _Place(int(found[first]) + 2, 2, is_lost=False)
+        return _Place(following, matched, is_lost=True)

@@ -187,12 +187,12 @@ class Speculator:
         num_tokens = plan.num_tokens + sum(map(mul, forced, weights))
         others = draft_lengths(rates, limits, num_tokens, self._costs, weights)
         lengths = [length or other for length, other in zip(forced, others, strict=True)]
-        idle = [index for index, length in enumerate(lengths) if not length]
-        for index in idle:
-            candidates[index].source.acceptance.num_idle += 1
-        longest = max(idle, key=lambda index: candidates[index].source.acceptance.num_idle, default=None)
-        if longest is not None and candidates[longest].source.acceptance.wants_probe:
-            lengths[longest] = 1
+        idle = {index: candidates[index].source.acceptance for index, length in enumerate(lengths) if not length}
+        for acceptance in idle.values():
+            acceptance.num_idle += 1
+        due = {index: acceptance.num_idle for index, acceptance in idle.items() if acceptance.wants_probe}
+        if due:
+            lengths[max(due, key=due.__getitem__)] = 1
         return lengths
 
     def _candidate(self, row: int, request: Request) -> _Candidate | None:
