@@ -40,7 +40,10 @@ PLACED: dict[str, Any] = {
 """Values that are fields of a pod, under their names."""
 
 MARKED = {"podAnnotations": {"example.com/a": "true"}, "podLabels": {"team": "1e3"}}
-VOLUMES = [{"name": "policy", "configMap": {"name": "policy"}}]
+VOLUMES = [
+    {"name": "policy", "configMap": {"name": "policy"}},
+    {"name": "records", "persistentVolumeClaim": {"claimName": "records"}},
+]
 MOUNTS = [{"name": "policy", "mountPath": "/policy", "readOnly": True}]
 SPREAD = {"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
 SELECTOR = {"matchLabels": {"team": "nlp"}}
@@ -94,6 +97,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a frontend's volume's name": (
         {"frontend": {"volumes": [{"name": "api-keys", "emptyDir": {}}]}},
         "frontend.volumes: the name api-keys is the chart's own",
+    ),
+    "the models' claim twice": (
+        {"frontend": {"volumes": [{"name": "batches", "persistentVolumeClaim": {"claimName": "models"}}]}},
+        "frontend.volumes: the claim models is that of the chart's volume models",
+    ),
+    "a named claim of models twice": (
+        {
+            "model": {"claim": "large"},
+            "workers": {"volumes": [{"name": "more", "persistentVolumeClaim": {"claimName": "large"}}]},
+        },
+        "workers.volumes: the claim large is that of the chart's volume models",
     ),
     "a place": (
         {"workers": {"volumes": VOLUMES, "volumeMounts": [{"name": "policy", "mountPath": "/models/"}]}},

@@ -30,21 +30,22 @@ TRTLLM_BASE: dict[str, str | None] = {
     "huggingface-hub": None,
     "jinja2": None,
     "llguidance": "0.7.29",
-    "numpy": "1.26.4",
+    "numpy": "2.0.0",
     "prometheus-client": None,
     "pydantic": None,
     "pyyaml": None,
     "regex": None,
     "safetensors": None,
     "tokenizers": "0.22.1",
-    "torch": "2.9.0",
+    "torch": "2.11.0",
     "tqdm": None,
-    "transformers": "4.57.1",
+    "transformers": "5.5.4",
     "uvloop": None,
 }
-"""Packages of the base image of the TensorRT-LLM stage, with the version where TensorRT-LLM's
-requirements.txt or one that it names fixes it; torch requires jinja2, transformers requires
-huggingface-hub, and uvloop is added by Dynamo's own build of that image."""
+"""Packages of the base image of the TensorRT-LLM stage, with the version where the requirements of
+TensorRT-LLM 1.3.0rc22 or of one that it names fix it, or bound it from below; torch requires
+jinja2, transformers requires huggingface-hub, and uvloop is added by Dynamo's own build of that
+image."""
 
 
 VLLM_BASE: dict[str, str | None] = {

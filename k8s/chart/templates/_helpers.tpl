@@ -101,13 +101,15 @@ securityContext:
     drop: [ALL]
 {{- end }}
 
-{{/* Volumes that values give, once none has a name or a place of the chart's own: given, known (names of the chart's), of,
-     mounts (lists of mounts by the value's name) */}}
+{{/* Volumes that values give, once none has a name, a claim or a place of the chart's own: given, known (names of the
+     chart's), claim (the chart's), of, mounts (lists of mounts by the value's name) */}}
 {{- define "dlw.volumes" -}}
 {{- $names := .known -}}
 {{- range .given -}}
 {{- if has .name $.known -}}
 {{- fail (printf "%s.volumes: the name %s is the chart's own" $.of .name) -}}
+{{- else if eq ((.persistentVolumeClaim).claimName | default "") $.claim -}}
+{{- fail (printf "%s.volumes: the claim %s is that of the chart's volume models; a pod that has it twice does not start" $.of $.claim) -}}
 {{- end -}}
 {{- $names = append $names .name -}}
 {{- end -}}
@@ -322,7 +324,7 @@ limits: {memory: 64Gi, nvidia.com/gpu: "1"}
 {{- $wait = float64 .value | ceil | int | max 5 -}}
 {{- end -}}
 {{- end -}}
-{{- $volumes := include "dlw.volumes" (dict "of" "workers" "known" $known "given" $values.workers.volumes "mounts" (dict "workers" $values.workers.volumeMounts)) -}}
+{{- $volumes := include "dlw.volumes" (dict "of" "workers" "known" $known "claim" $values.model.claim "given" $values.workers.volumes "mounts" (dict "workers" $values.workers.volumeMounts)) -}}
 name: {{ .type }}
 type: {{ .type }}
 replicas: {{ include "dlw.replicas" . }}

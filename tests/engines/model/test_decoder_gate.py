@@ -4,6 +4,7 @@ file and key or tensor, or computed as transformers does.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from served_checkpoint import load, served_or_refused
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from worker.engines.embedded.model.decoder import DecoderNetwork
 
@@ -107,6 +109,21 @@ def test_groups_of_experts_of_unlike_sizes(kind: str, key: str, tmp_path: Path) 
     random_checkpoints.write(tmp_path, kind, settings_of(kind, 0) | {key: 8, "n_group": 3}, common={})
     said = f"config.json: {key} must be a multiple of n_group 3, got 8"
     assert served_or_refused(tmp_path) == said
+
+
+def test_mixtures_need_transformers_that_say_where_gates_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lower bound of this package is that of dense models."""
+
+    def get(module: Any, name: str) -> Any:
+        if name == "is_concatenated":
+            raise AttributeError(name)
+        return object.__getattribute__(module, name)
+
+    random_checkpoints.write(tmp_path, "mixtral", settings_of("mixtral", 0), common={})
+    monkeypatch.setattr(MixtralExperts, "__getattribute__", get, raising=False)
+    found = served_or_refused(tmp_path)
+    version = importlib.metadata.version("transformers")
+    assert found == f"config.json: mixtures of experts need transformers 5.7 or newer, got {version}"
 
 
 def test_a_window_that_attention_is_not_told(tmp_path: Path) -> None:

@@ -137,6 +137,22 @@ def decoded_with_the_kv_of(prefill: HfModel, decode: HfModel) -> tuple[torch.Ten
     return found[0], found[1]
 
 
+@pytest.mark.parametrize(("kind", "has"), [("gpt2", True), ("gpt_neox", True), ("glm4", False), ("helium", False)])
+@pytest.mark.native
+def test_whose_layer_norm_it_is(kind: str, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's sums are in another order in another version; of wide rows the bits were others with
+    2.6 than with 2.13.
+    """
+    write(tmp_path, kind, 0)
+    made_by = {}
+    for version in ("2.6.0+cu124", "2.13.0+cpu"):
+        monkeypatch.setattr(torch, "__version__", version)
+        made_by[version] = loaded(tmp_path).made_by
+        assert made_by[version].endswith(f"LayerNorm of torch {version.split('+')[0]}") == has
+    assert len(set(made_by.values())) == 1 + has
+    assert loaded(tmp_path, numerics="fast").made_by == "fast"
+
+
 @pytest.mark.parametrize(("kind", "shape"), [case for case in CASES if case.values[1] == 0])
 def test_the_table_names_what_its_attention_has(kind: str, shape: int, tmp_path: Path) -> None:
     write(tmp_path, kind, shape)

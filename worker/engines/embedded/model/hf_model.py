@@ -34,7 +34,7 @@ from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
-from worker.engines.embedded.model.numerics import Numerics, choose, tiling_of
+from worker.engines.embedded.model.numerics import Numerics, choose, shown_torch, tiling_of
 from worker.engines.embedded.model.weight_update import Given
 from worker.engines.embedded.native.lora import AdaptedLayers, AdaptedRows
 from worker.engines.embedded.plan import Plan, Request
@@ -74,7 +74,8 @@ class HfModel:
         kernel_backend: Backends that compute.
         numerics: ``exact`` or ``fast``; known once there is a KV store, as are the following ones.
         made_by: See `Numerics.made_by`; and what quantised weights and a quantised KV cache are
-            held in, what activations are rounded to, and the factors of LongRoPE.
+            held in, what activations are rounded to, torch's version where it computes LayerNorm,
+            and the factors of LongRoPE.
         wants_dense_kv: See `AttentionBackend.wants_dense_pages`.
     """
 
@@ -158,6 +159,9 @@ class HfModel:
         self.numerics = chosen.name
         self.made_by = chosen.made_by + (f", {facts.weights} weights" if facts.weights else "")
         self.made_by += self.kernel_backend.rounding
+        self.made_by += (
+            f", LayerNorm of {shown_torch()}" if chosen.name == "exact" and self._network.has_layer_norm else ""
+        )
         code_rows = self._sizes.code_rows
         self.made_by += f", {code_rows.short_name} KV cache" if code_rows is not None else ""
         factors = self._network.rope_factors  # keys depend on them

@@ -16,12 +16,15 @@ class Network(torch.nn.Module, ABC):
     Attributes:
         foreign: Functions of torch that are computed as transformers calls them, so that nothing is
             known of their bits.
+        has_layer_norm: Whether torch computes LayerNorm, whose sums are in another order in another
+            version of it.
         rope_factors: See `longrope.settle_factors`.
         adapts_with_any_attention: Whether kernels other than native ones may attend in a step with
             adapters.
     """
 
     foreign: tuple[str, ...] = ()
+    has_layer_norm = False
     rope_factors: str | None = None
     adapts_with_any_attention = False
 

@@ -58,14 +58,18 @@ class Numerics:
         kernels = {shape.gemm.kernels for shape in self.tilings} | {self.attention.kernels}
         parts = [self.name, f"{' and '.join(sorted(kernels, reverse=True))} kernels"]
         if "torch" in kernels:
-            parts.append(f"torch {torch.__version__.partition('+')[0]}")
-            parts += [torch.backends.cpu.get_cpu_capability(), shown_threads(self.num_threads)]
+            parts += [shown_torch(), torch.backends.cpu.get_cpu_capability(), shown_threads(self.num_threads)]
         if "triton" in kernels:
             major, minor = torch.cuda.get_device_capability()
             parts += [f"Triton {version('triton')}", f"compute capability {major}.{minor}"]
         if self.attention.kernels == "torch":
             parts.append(f"pages of {self.page_size} tokens")
         return ", ".join(parts)
+
+
+def shown_torch() -> str:
+    """torch and its version as text."""
+    return f"torch {torch.__version__.partition('+')[0]}"
 
 
 def shown_threads(number: int) -> str:

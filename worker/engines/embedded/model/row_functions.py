@@ -61,6 +61,7 @@ class RowFunctions(TorchFunctionMode):
     Attributes:
         foreign: Names of the functions that were called and of whose bits nothing is known.
         layers: The linear layers of those `parameters` that functions were called with.
+        has_layer_norm: Whether torch's ``layer_norm`` was called.
     """
 
     def __init__(self, parameters: list[torch.Tensor], kernels: KernelBackend) -> None:
@@ -71,6 +72,7 @@ class RowFunctions(TorchFunctionMode):
         self._layers: dict[tuple[int, bool], Linear] = {}
         self.layers = torch.nn.ModuleList()
         self.foreign: set[str] = set()
+        self.has_layer_norm = False
         self._replaced: dict[str, Callable[..., Any]] = {
             "linear": self._linear,
             **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), self._matmul),
@@ -97,6 +99,7 @@ class RowFunctions(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         elif name in _ONE_OPERATION or name in _MOVES or name in _ROW_BY_ROW:
+            self.has_layer_norm |= name == "layer_norm"
             return func(*args, **kwargs)
         if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in args):
             self.foreign.add(name.strip("_"))

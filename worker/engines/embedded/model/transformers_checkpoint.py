@@ -7,6 +7,7 @@ there is no packed copy alone.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from worker.engines.embedded.model.checkpoint_files import eos_token_ids, undeco
 from worker.engines.embedded.model.checkpoint_gate import UNREADABLE
 from worker.engines.embedded.model.decoder import DecoderNetwork, decoder_network
 from worker.engines.embedded.model.kernels import KernelBackend
+from worker.engines.embedded.model.linear_names import is_of_experts
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.longrope import settle_factors
@@ -118,7 +120,13 @@ def packed(network: Any, kernels: KernelBackend, num_positions: int = 0, context
         kernels: See `LlamaNetwork`.
         num_positions: See `LlamaNetwork`.
         context_length: See `settle_factors`.
+
+    Raises:
+        ModelFileError: it has experts of an interface that does not say where gates are.
     """
+    if any(is_of_experts(each) and not hasattr(each, "is_concatenated") for each in network.modules()):
+        installed = importlib.metadata.version("transformers")
+        raise ModelFileError(f"config.json: mixtures of experts need transformers 5.7 or newer, got {installed}")
     factors = settle_factors(network, context_length)
     found: Network
     if llama_weights.serves(network.config):

@@ -103,6 +103,7 @@ class TransformersNetwork(Network):
         self.vocab_size = self._head.out_features
         self._routers = self._functions.layers
         self.foreign = tuple(sorted(self._functions.foreign))
+        self.has_layer_norm = self._functions.has_layer_norm
         pack_all(self, kernels)
         if not is_quantised and (type(embedding) is torch.nn.Embedding or hasattr(embedding, "embed_scale")):
             model.set_input_embeddings(_ScaledEmbedding(embedding, self._head, has_tied_head, dtype))
