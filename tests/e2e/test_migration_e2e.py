@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,27 +234,33 @@ async def test_scores_survive_preemption_and_a_migration(pool: Stack, tiny_model
     door = await asyncio.to_thread(Door, pool, "--", "--migration", "on")
 
     async def ask_scored(kills: Worker | None) -> list[list[Scored]]:
-        """Clients ask once, or until the kill and once more; it comes in their second answers."""
-        begun = [asyncio.Event() for _ in prompts]
+        """Clients ask once; or until a worker is killed amid an answer, and once more."""
+        under_way: dict[int, asyncio.Event] = {}  # by client: whether the answer has begun
         killed = asyncio.Event()
         if kills is None:
             killed.set()
         async with door.async_client() as client:
 
-            async def ask(prompt: list[int], in_second: asyncio.Event) -> list[Scored]:
-                answers = [await scored(client, prompt, 80)]
+            async def ask(number: int) -> list[Scored]:
+                answers = [await scored(client, prompts[number], 80)]
                 while not killed.is_set():
-                    answers.append(await scored(client, prompt, 80, in_second))
+                    begun = under_way[number] = asyncio.Event()
+                    answers.append(await scored(client, prompts[number], 80, begun))
+                    del under_way[number]
                 return answers
 
-            asking = [asyncio.create_task(ask(*each)) for each in zip(prompts, begun, strict=True)]
-            if kills is not None:
-                await asyncio.gather(*(event.wait() for event in begun[:4]))
-                answered = partial(kills.metric, "dlw_inter_token_latency_seconds_count")
-                enough = 20 + await asyncio.to_thread(answered)  # the four may all be the other worker's
-                await asyncio.to_thread(wait_for, lambda: answered() > enough, "tokens of the victim")
-                kills.signal(signal.SIGKILL)
-                killed.set()
+            asking = [asyncio.create_task(ask(number)) for number in range(len(prompts))]
+            while kills is not None and not killed.is_set():
+                await asyncio.sleep(0.05)
+                kills.signal(signal.SIGSTOP)
+                await asyncio.sleep(1)
+                begun = [(number, event) for number, event in under_way.items() if event.is_set()]
+                await asyncio.sleep(1)
+                if any(under_way.get(number) is event for number, event in begun):  # by the one that is stopped
+                    kills.signal(signal.SIGKILL)
+                    killed.set()
+                else:
+                    kills.signal(signal.SIGCONT)
             return await asyncio.gather(*asking)
 
     crowded = [one for (one,) in await ask_scored(None)]

@@ -56,7 +56,7 @@ def saying(error: Any) -> Any:
     ("generate", "status", "message"),
     [
         (saying(Overloaded("the queue is full")), 529, "the queue is full"),
-        (saying(RequestFailed("a processor raised")), 500, "a processor raised"),
+        (saying(RequestFailed("a processor raised")), 400, "a processor raised"),
         (failing(Draining("leaving")), 503, "no worker is ready"),
         (lambda request, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no"), 502, "--upstream-token-file"),
         (lambda request, context: context.abort(grpc.StatusCode.INTERNAL, "odd"), 502, "INTERNAL: odd"),

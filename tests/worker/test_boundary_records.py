@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -361,6 +362,21 @@ async def test_close_removes_what_has_ended() -> None:
             record.expire()
     await records.close()
     assert len(store.values) == 1
+
+
+async def test_a_worker_that_was_stopped_waits_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time-out was over before anybody saw that the store had answered."""
+    monkeypatch.setattr(record_store, "TIMEOUT_S", 0.4)
+
+    class Slow(Memory):
+        async def get(self, key: str) -> bytes | None:
+            await asyncio.to_thread(time.sleep, 0.1)
+            return await super().get(key)
+
+    reading = asyncio.create_task(record_store.RecordStore(Slow()).read("a"))
+    await asyncio.sleep(0.05)
+    time.sleep(0.6)
+    assert await reading is None
 
 
 async def test_requests_are_refused_while_the_store_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

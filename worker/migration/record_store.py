@@ -18,6 +18,11 @@ T = TypeVar("T")
 TIMEOUT_S = 2.0
 """Longest that one operation of the store may take."""
 
+_PARTS = 8
+"""Parts in which that time passes. However long the process is stopped, one of them passes then,
+and the operation has the others to be seen to have ended.
+"""
+
 
 class RecordStore:
     """Reads and writes records, counts failures, and logs when they begin and end.
@@ -105,9 +110,15 @@ class RecordStore:
 
     async def _in_time(self, operation: Awaitable[T]) -> T:
         """The operation's result, within `TIMEOUT_S`. Raises `StoreError`."""
+        task = asyncio.ensure_future(operation)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                result = await operation
+            for _ in range(_PARTS):
+                await asyncio.wait({task}, timeout=TIMEOUT_S / _PARTS)
+                if task.done():
+                    break
+            else:
+                raise TimeoutError
+            result = task.result()
         except (TimeoutError, StoreError) as error:
             self.num_failures += 1
             silent = StoreError(f"{self._store.address}: does not answer within {TIMEOUT_S:g} s")
@@ -116,6 +127,8 @@ class RecordStore:
                 logger.error("requests are refused: the boundary store %s", problem)
             self._is_down = True
             raise problem from None
+        finally:
+            task.cancel()
         if self._is_down:
             logger.warning("the boundary store answers again")
         self._is_down = False

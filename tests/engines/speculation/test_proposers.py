@@ -168,7 +168,7 @@ def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(
     assert used.propose(history, 4) == make().propose(history, 4)
 
 
-def test_a_token_that_was_taken_back_is_all_that_is_followed_again() -> None:
+def test_only_a_token_that_was_taken_back_is_followed_again() -> None:
     """A rewind of a long answer held up a step for as long as it takes to follow all of it."""
     answer = list(range(1000, 5000))
     proposer = PredictionProposer([*range(100), *answer[:50]], 0)
