@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import decode_ours  # noqa: F401  # before torch, so that OpenMP's threads wait as they do in a worker
+import decode_ours  # before torch, so that OpenMP's threads wait as they do in a worker
 
 # isort: split
 import torch
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="steps of a round")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    settings = {"dtype": options.compute, "lora_dtype": options.lora_dtype, "speculative_config": {"method": "none"}}
+    settings = {"dtype": options.compute, "lora_dtype": options.lora_dtype, "speculative_config": decode_ours.NO_DRAFTS}
     engine = Engine(options.model, max_num_seqs=options.rows, **settings)
     adapters = engine.session.stepper.adapters
     assert adapters is not None

@@ -185,7 +185,7 @@ def ours(checkpoint: Path, size: Size, weights: float, peaks: Peaks) -> list[Poi
             max_num_seqs=max(ROWS),
             context_length=PROMPT + 64,
             max_num_batched_tokens=PROMPT,
-            speculative_config={"method": "none"},
+            speculative_config=decode_ours.NO_DRAFTS,
             **settings,
         )
         read = weights * bytes_per_weight
@@ -304,7 +304,6 @@ def table(points: Sequence[Point]) -> list[str]:
 
 
 def main() -> None:
-    assert decode_ours is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, default=RESULTS / "roofline.md")
     page: Path = parser.parse_args().report

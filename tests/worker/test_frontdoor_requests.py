@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from adapters.catalog import ANNOTATION, Catalog, parse_selection
 from adapters.catalog.selection import MAX_BYTES
 from worker.frontdoor import field_checks, requests
 from worker.frontdoor.client_names import METADATA_HEADER
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT, COMPLETIONS, FIELDS, TABLES
 from worker.frontdoor.requests import names_of
@@ -387,13 +387,13 @@ def test_a_prompt_is_not_encoded_for_each_choice(monkeypatch: pytest.MonkeyPatch
     """128 choices of 32 KB held the event loop up for 0.1 s."""
     num_bytes = 0
 
-    def encode(fields: Any) -> str:
+    def encode(fields: Any) -> bytes:
         nonlocal num_bytes
-        text = json.dumps(fields)
+        text = encoded(fields)
         num_bytes += len(text)
         return text
 
-    monkeypatch.setattr(requests, "_ENCODER", SimpleNamespace(encode=encode))
+    monkeypatch.setattr(requests, "encoded", encode)
     body = json.dumps({"model": "m", "prompt": [1] * 8000, "n": 128}).encode()
     bodies = rewritten(COMPLETIONS, body, {}, CATALOG)
     assert num_bytes < 4 * len(body)

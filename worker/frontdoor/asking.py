@@ -11,7 +11,7 @@ from worker.frontdoor.encoding import encoded_in_turns
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.request_intake import AdmittedRequest
-from worker.frontdoor.requests import TOO_DEEP
+from worker.frontdoor.requests import HALF_A_PAIR, TOO_DEEP
 from worker.frontdoor.server import FrontDoor
 
 
@@ -67,4 +67,4 @@ async def _bodies(caller: Caller, fields: dict[str, Any], path: str) -> tuple[by
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None
     except UnicodeEncodeError:
-        raise Refused(400, "the body has half of a surrogate pair") from None
+        raise Refused(400, HALF_A_PAIR) from None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.usage import usage_of_choices
 
 _DONE = b"data: [DONE]"
@@ -51,7 +52,7 @@ class ChoiceMerge:
 
     def end(self) -> bytes:
         """The last events of a stream, once all choices have ended."""
-        usage = b"" if self.usage_chunk is None else b"data: " + _encoded(self.usage_chunk) + b"\n\n"
+        usage = b"" if self.usage_chunk is None else b"data: " + encoded(self.usage_chunk) + b"\n\n"
         return usage + (_DONE + b"\n\n" if len(self._done) == self._num_choices else b"")
 
     def whole(self, answers: Sequence[bytes]) -> bytes:
@@ -70,7 +71,7 @@ class ChoiceMerge:
         extensions = [body.get("nvext") for body in bodies]
         if any(extensions):
             merged["nvext"] = {"choices": extensions}
-        return _encoded(merged)
+        return encoded(merged)
 
     def _line(self, index: int, line: bytes) -> bytes | None:
         """A line of an event for the client, None if it waits for the end of all choices."""
@@ -84,7 +85,7 @@ class ChoiceMerge:
         except ValueError:
             return line
         merged = self.chunk(index, chunk)
-        return None if merged is None else b"data: " + _encoded(merged)
+        return None if merged is None else b"data: " + encoded(merged)
 
     def _adapt(self, index: int, chunk: dict[str, Any]) -> None:
         """Make a chunk, or an answer, of one choice that of all."""
@@ -96,7 +97,3 @@ class ChoiceMerge:
         if chunk.get("usage"):
             self._usages[index] = chunk["usage"]
             chunk["usage"] = usage_of_choices([self._usages[index] for index in sorted(self._usages)])
-
-
-def _encoded(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()

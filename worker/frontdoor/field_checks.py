@@ -206,18 +206,21 @@ def prediction(value: Any, body: Body) -> None:
     if value.get("type") != "content":
         raise FieldRefused("prediction.type", f"must be content, got {shown(value.get('type'))}")
     content = value.get("content")
-    if not isinstance(content, str | list):
+    if isinstance(content, str):
+        _predicted("prediction.content", content)
+        return
+    if not isinstance(content, list):
         raise FieldRefused("prediction.content", f"must be a text or a list of parts, got {shown(content)}")
-    texts = {"prediction.content": content} if isinstance(content, str) else {}
-    for i, part in enumerate(content if isinstance(content, list) else ()):
+    for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise FieldRefused(f"prediction.content[{i}]", f"must be of type text, got {shown(kind)}")
-        place = f"prediction.content[{i}].text"
-        texts[place] = text(place, part.get("text"))
-    for path, each in texts.items():
-        if "\0" in each:
-            raise FieldRefused(path, "must not hold NUL")
+        _predicted(f"prediction.content[{i}].text", part.get("text"))
+
+
+def _predicted(path: str, value: Any) -> None:
+    if "\0" in text(path, value):
+        raise FieldRefused(path, "must not hold NUL")
 
 
 def stream_options(value: Any, body: Body) -> None:

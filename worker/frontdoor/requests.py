@@ -13,6 +13,7 @@ from adapters.catalog.selection import MAX_BYTES
 from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.errors import InvalidRequest
 from worker.frontdoor.client_names import METADATA_HEADER, SELECTION_FIELD, Naming, selection_names, worker_names
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor, bias_as_processor, controls_as_processors
@@ -38,11 +39,10 @@ _ROOM_OF_OTHERS = 64
 """Bytes of a selection beside what it has and the text of a prediction: names, and the choice."""
 
 TOO_DEEP = "the body is nested too deep"
+HALF_A_PAIR = "the body has half of a surrogate pair"
 
 _MARK_BITS = 256
 """Bits of a random number that no client can have written into its request."""
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def rewritten_fields(
@@ -206,9 +206,9 @@ def parsed(body: bytes) -> Body:
 
 def _encoded(fields: Body) -> bytes:
     try:
-        return _ENCODER.encode(fields).encode()
+        return encoded(fields)
     except UnicodeEncodeError:
-        raise Refused(400, "the body has half of a surrogate pair") from None
+        raise Refused(400, HALF_A_PAIR) from None
 
 
 def _check(path: str, table: Mapping[str, ClientField], fields: Body, catalog: Catalog) -> None:

@@ -30,7 +30,7 @@ MAX_LENGTH = 64
 class Params:
     """``vllm.SamplingParams``: the fields that processors see, with vLLM's defaults.
 
-    Its instances have no annotations, as of every class in Python 3.14.
+    As with every class in Python 3.14, instances have no annotations.
     """
 
     __struct_fields__: ClassVar[tuple[str, ...]]

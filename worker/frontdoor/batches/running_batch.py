@@ -14,6 +14,7 @@ from worker.engines.weights import ABORTED
 from worker.frontdoor.batches.lines import BadLine, lines_of, request_of
 from worker.frontdoor.batches.objects import Result, StoredBatch, TokenCounts
 from worker.frontdoor.batches.store_thread import StoreThread
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.requests.client_turns import ClientTurns
@@ -174,7 +175,7 @@ class RunningBatch:
         """Model and body of the request in a line. Raises `BadLine`."""
         line = next(lines_of(self._path, self._longest, place.offset, place.number))
         request = request_of(line, self._batch.endpoint)
-        return request.body["model"], json.dumps(request.body, ensure_ascii=False, separators=(",", ":")).encode()
+        return request.body["model"], encoded(request.body)
 
     @property
     def _path(self) -> Path:

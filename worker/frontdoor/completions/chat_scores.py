@@ -11,8 +11,7 @@ from worker.frontdoor.asking import Caller
 from worker.frontdoor.chat_stream import AnswerFailed
 from worker.frontdoor.completions.asked import num_prompt_logprobs
 from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
-from worker.frontdoor.completions.prompt_scores import PromptScores, WorkerData
-from worker.frontdoor.encoding import FEW
+from worker.frontdoor.completions.prompt_scores import SCORE_BYTES, PromptScores, WorkerData
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.nvext import with_engine_data
 from worker.frontdoor.returned_tokens import PROMPT_LOGPROBS, ReturnedData
@@ -32,10 +31,8 @@ def scored_request(fields: Body) -> Body:
 
 async def in_vllm_form(caller: Caller, scores: PromptScores, count: int) -> list[dict[str, Any] | None]:
     """See `PromptScores.in_vllm_form`; that of a long prompt is made beside the event loop."""
-    make = partial(scores.in_vllm_form, count)
-    if len(scores.tokens) <= FEW:
-        return make()
-    return await caller.door.rewriting.aside(caller.request.label, make)
+    size, make = SCORE_BYTES * len(scores.tokens), partial(scores.in_vllm_form, count)
+    return await caller.door.rewriting.by_size(caller.request.label, size, make)
 
 
 async def with_scores(

@@ -12,8 +12,7 @@ from worker.frontdoor.chat_stream import AnswerFailed, chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
-from worker.frontdoor.completions.prompt_scores import num_scores
-from worker.frontdoor.encoding import FEW
+from worker.frontdoor.completions.prompt_scores import SCORE_BYTES, num_scores
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange, server_sent
 from worker.frontdoor.fields import COMPLETIONS
@@ -152,10 +151,5 @@ async def _taken(caller: Caller, answer: PromptAnswer, chunk: Chunk) -> list[Chu
     """The client's chunks for a frontend's; log probabilities of a long prompt are put into them
     beside the event loop.
     """
-
-    def made() -> list[Chunk]:
-        return [*answer.take(chunk)]
-
-    if num_scores(chunk) <= FEW:
-        return made()
-    return await caller.door.rewriting.aside(caller.request.label, made)
+    size = SCORE_BYTES * num_scores(chunk)
+    return await caller.door.rewriting.by_size(caller.request.label, size, lambda: [*answer.take(chunk)])

@@ -28,7 +28,7 @@ def extend(logprobs: dict[str, list[Any]], more: Mapping[str, Sequence[Any]]) ->
 def by_text(token: str, logprob: float | None, alternatives: Alternatives) -> dict[str, float | None]:
     """An entry of ``top_logprobs``: the token itself, then its alternatives.
 
-    Of tokens with the same text it has the most likely one's: parts of characters look alike.
+    The most likely one counts of tokens with the same text: parts of characters look alike.
 
     Args:
         token: Text of the token that is there.

@@ -14,6 +14,10 @@ from worker.requests.prompt_scores import END_TOKEN, PROMPT_LOGPROBS, PROMPT_TOK
 Entry = Mapping[str, Any]
 
 
+SCORE_BYTES = 512
+"""Bytes that count for the log probabilities of a token: those of 64 are read at once."""
+
+
 def num_scores(chunk: Mapping[str, Any]) -> int:
     """Tokens of the prompt whose log probabilities are in a frontend's chunk."""
     data = (chunk.get("nvext") or {}).get("engine_data") or {}

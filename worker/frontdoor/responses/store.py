@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.responses.items import Item
 from worker.frontdoor.responses.response import Response
@@ -21,7 +22,6 @@ _OVERHEAD = 512
 _REFERENCE = 8
 _SPARE_ENTRIES = 64
 """Entries out of date that the heap of owners may have beside as many as there are owners."""
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class StoredResponse:
 
 def stored_item(item: Item) -> StoredItem:
     """An item that no response has yet."""
-    return StoredItem(item["id"], _ENCODER.encode(item).encode())
+    return StoredItem(item["id"], encoded(item))
 
 
 class _Owned:
@@ -192,7 +192,7 @@ class ResponseStore:
             Whether it is stored: False if it is larger than the store, which drops no other.
         """
         output = tuple(stored_item(item) for item in response["output"])
-        data = _ENCODER.encode({**response, "output": []}).encode()
+        data = encoded({**response, "output": []})
         stored = StoredResponse(data, tuple(context), output, tuple(events))
         self.delete(owner, response["id"])
         if stored.num_bytes + sum(item.num_bytes for item in set(stored.items())) > self.max_bytes:

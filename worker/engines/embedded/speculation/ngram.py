@@ -25,9 +25,9 @@ class NgramProposer:
     The longest of the n-grams at the end of the history that occurred before counts, and of its
     occurrences the latest, since texts tend to continue as they did last.
 
-    Of each n-gram the place where it last ended stands in a table, at a key of its tokens. Where
-    two have one key, the later one has it, and the earlier one is not found: a prompt of 100,000
-    tokens takes a few milliseconds and megabytes.
+    The place where an n-gram last ended stands in a table, at a key of its tokens. Where two have
+    one key, the later one has it, and the earlier one is not found: a prompt of 100,000 tokens
+    takes a few milliseconds and megabytes.
 
     Args:
         shortest: Tokens of the shortest n-gram that is looked up.
