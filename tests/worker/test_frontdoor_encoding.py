@@ -119,16 +119,22 @@ async def test_a_long_prompt_is_looked_at_beside_the_event_loop(
     assert name in beside
 
 
+def threads_of(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
+    """The name of the thread of each call of a method from now on."""
+    threads, method = list[str](), getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, noted)
+    return threads
+
+
 @pytest.mark.parametrize("count", [3, 2000])
 async def test_scores_of_a_long_prompt_are_made_beside_the_loop(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 131,072 tokens held all other clients up for a second."""
-    threads, take = list[str](), PromptAnswer.take
-
-    def noted(answer: PromptAnswer, chunk: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return take(answer, chunk)
-
-    monkeypatch.setattr(PromptAnswer, "take", noted)
+    threads = threads_of(monkeypatch, PromptAnswer, "take")
     own = {"7": {"logprob": -1.5, "rank": 1, "decoded_token": "a"}}
     tokens = [{"token_id": 7, "decoded_token": "a"}] * count
     data = {"prompt_logprobs": [None, *[own] * (count - 1)], "prompt_tokens": tokens}
@@ -157,13 +163,7 @@ async def test_the_scores_are_put_into_form_beside_the_loop(
     path: str, fields: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of 131,072 tokens held all other clients up for 0.6 s."""
-    threads, in_vllm_form = list[str](), PromptScores.in_vllm_form
-
-    def noted(scores: PromptScores, number: int) -> Any:
-        threads.append(threading.current_thread().name)
-        return in_vllm_form(scores, number)
-
-    monkeypatch.setattr(PromptScores, "in_vllm_form", noted)
+    threads = threads_of(monkeypatch, PromptScores, "in_vllm_form")
     own = {"7": {"logprob": -1.5, "rank": 1, "decoded_token": "a"}}
     tokens = [{"token_id": 7, "decoded_token": "a"}] * count
     data = {"prompt_logprobs": [None, *[own] * (count - 1)], "prompt_tokens": tokens}
