@@ -195,6 +195,30 @@ fuzz_quantised(int is_integer)
 #endif
 
 #ifdef FLOAT32
+/* Tokens of rows, each by controls of its own; a row without a finite logit has none. */
+static void
+fuzz_draws(const float *logits, int64_t rows, int64_t width)
+{
+    float divisors[3], highest[3];
+    double log_min_ps[3], shares[3], uniforms[3];
+    int64_t top_ks[3], ids[3];
+    const threads_t threads = some_threads();
+    char *memory = malloc(threads.count * drawing_memory(width));
+    for (int64_t row = 0; row < rows; row++) {
+        divisors[row] = (float)ONE_OF(1, 2, 10, 25) / 10.0f;
+        log_min_ps[row] = below(2) ? -INFINITY : (double)below(80) / -10.0;
+        top_ks[row] = ONE_OF(0, 0, 1, 20, 700, 5000);
+        shares[row] = (double)ONE_OF(0, 5, 9, 10, 10) / 10.0;
+        uniforms[row] = (double)below(1 << 20) / (1 << 20);
+    }
+    const drawing_t drawing = {logits,     rows,   width,  width,    384.0, divisors, log_min_ps,
+                               top_ks,     shares, uniforms, ids,    highest, memory};
+    draw_tokens(&drawing, &threads);
+    add_bytes_to_digest(ids, rows * (int64_t)sizeof *ids);
+    add_bytes_to_digest(highest, rows * (int64_t)sizeof *highest);
+    free(memory);
+}
+
 /* A row whose logits are spread, tie or are mostly masked, and its prefixes. The sample of 9001, every
  * third 16 of them, may mislead.
  */
@@ -237,6 +261,7 @@ fuzz_weights(void)
         add_bytes_to_digest(ids, count * (int64_t)sizeof *ids);
         add_bytes_to_digest(weights, count * (int64_t)sizeof *weights);
     }
+    fuzz_draws(logits, rows, width / rows);
     void *const all[] = {logits, keys, ids, weights, sums, numbers};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);

@@ -15,12 +15,13 @@ from whole_rows import sample_whole_rows
 
 from adapters.sampling import candidates
 from adapters.sampling.native import WholeRow
+from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
 from worker.engines.embedded import native
 from worker.engines.embedded.native import paths
 from worker.engines.embedded.native import weights as native_weights
-from worker.engines.embedded.native.weights import NativeRow, exponential_
+from worker.engines.embedded.native.weights import ControlColumns, Drawer, NativeRow, exponential_
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 
 CPU = torch.device("cpu")
@@ -319,6 +320,85 @@ def test_all_ways_to_a_token_agree(
         expected, _ = sample_whole_rows(logits, controls, uniforms)
         assert sampled(logits, controls, uniforms, whole=False) == expected
         assert sampled(logits, controls, uniforms, whole=True) == expected
+
+
+def columns_of(controls: list[Controls]) -> ControlColumns:
+    return ControlColumns(
+        torch.tensor([one.divisor for one in controls], dtype=torch.float32),
+        torch.tensor([log_of(one.min_p) for one in controls], dtype=torch.float64),
+        torch.tensor([one.top_k for one in controls], dtype=torch.int64),
+        torch.tensor([one.share for one in controls], dtype=torch.float64),
+    )
+
+
+drawn_controls = st.builds(
+    Controls,
+    temperature=st.sampled_from([0.0, 9e-6, 1e-5, 0.3, 1.0, 1.0, 2.5, 1e30]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-300, 0.001, 0.05, 1.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 20, 140, 700, 2000, 100_000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.0, 1e-9, 0.5, 0.9, 0.999]),
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    asked=st.lists(st.tuples(drawn_controls, st.floats(0, 1, exclude_max=True)), min_size=1, max_size=7),
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from(WIDTHS),
+    grain=st.sampled_from([0.0, 0.0, 0.25, 8.0]),
+    scale=st.sampled_from([0.01, 1.0, 8.0]),
+    masked=st.sampled_from([0.0, 0.05, 0.99]),
+    odd=st.dictionaries(st.integers(0, 6), st.sampled_from([math.nan, math.inf, -math.inf]), max_size=2),
+    threads=st.sampled_from([1, 3]),
+    is_strided=st.booleans(),
+)
+def test_draws_are_those_of_whole_rows(
+    path: str,
+    asked: list[tuple[Controls, float]],
+    seed: int,
+    width: int,
+    grain: float,
+    scale: float,
+    masked: float,
+    odd: dict[int, float],
+    threads: int,
+    is_strided: bool,
+) -> None:
+    logits = torch.stack([row_of(seed + each, width, grain, scale, masked) for each in range(len(asked))])
+    for row, value in odd.items():
+        if row < len(logits):
+            logits[row] = torch.where(torch.arange(width) % 3 == 0, value, value if value == -math.inf else logits[row])
+    if is_strided:
+        logits = logits.t().contiguous().t()
+    controls, uniforms = [one for one, _ in asked], [uniform for _, uniform in asked]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ids, highest = Drawer(width).draw(logits, columns_of(controls), uniforms)
+    finally:
+        torch.set_num_threads(before)
+    assert highest == pytest.approx(logits.amax(-1).tolist(), rel=0, abs=0, nan_ok=True)
+    for row, (one, uniform) in enumerate(asked):
+        if math.isfinite(float(torch.tensor(highest[row]) / one.divisor)):
+            assert ids[row] == sample_whole_rows(logits[row : row + 1], [one], [uniform])[0][0]
+        else:
+            assert ids[row] == 0
+
+
+def test_draws_of_many_rows_by_several_threads(path: str) -> None:
+    """Rows are taken by whichever thread is free, and each thread's memory is its own."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, 9001, generator=generator) * 3
+    controls = [Controls(0.7, 0.0, 40 * (row % 2), 0.9 if row % 3 else 1.0) for row in range(40)]
+    uniforms = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
+    expected, _ = sample_whole_rows(logits, controls, uniforms)
+    drawer, before = Drawer(9001), torch.get_num_threads()
+    for threads in (4, 1, 7):
+        torch.set_num_threads(threads)
+        try:
+            assert drawer.draw(logits, columns_of(controls), uniforms)[0] == expected
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_top_p_keeps_its_share(path: str) -> None:

@@ -222,6 +222,22 @@ typedef struct {
     FIELD(double, offset)  /* which rounds a weight to its unit when it is added */                                    \
     FIELD(float, lowest)   /* lowest logit that has a weight; -inf for none */
 
+/* Rows of logits, of which a token each is drawn; numbers of a row are those of `Controls` in `sampling/truncation.py`. */
+#define DRAWING(FIELD)                                                                                                 \
+    FIELD(const float *, logits)       /* [rows, width], a row `stride` behind the one before */                       \
+    FIELD(int64_t, rows)                                                                                               \
+    FIELD(int64_t, stride)                                                                                             \
+    FIELD(int64_t, width)                                                                                              \
+    FIELD(double, offset)              /* as in `weighing_t` */                                                        \
+    FIELD(const float *, divisors)     /* [rows] */                                                                    \
+    FIELD(const double *, log_min_ps)  /* [rows], -inf: off */                                                         \
+    FIELD(const int64_t *, top_ks)     /* [rows], 0: off */                                                            \
+    FIELD(const double *, shares)      /* [rows], of the weight that a prefix has; 1: off, 0: the first token */       \
+    FIELD(const double *, uniforms)    /* [rows], in [0, 1) */                                                         \
+    FIELD(int64_t *, ids)              /* [rows], the tokens; 0 where the highest divided logit is not finite */       \
+    FIELD(float *, highest)            /* [rows], the highest logits, not divided; NaN where one of a row is */        \
+    FIELD(char *, memory)              /* [threads][drawing_memory(width)], to be overwritten */      
+
 /* The threads that compute. */
 #define THREADS(FIELD)                                                                                                 \
     FIELD(int32_t, count)                                                                                              \
@@ -242,6 +258,7 @@ typedef struct { STEP(DECLARE) } step_t;
 typedef struct { UNPACKING(DECLARE) } unpacking_t;
 typedef struct { BLOCKS(DECLARE) } blocks_t;
 typedef struct { WEIGHING(DECLARE) } weighing_t;
+typedef struct { DRAWING(DECLARE) } drawing_t;
 
 #define DESCRIBE_FIELD(type, name) #type " " #name ";"
 #define DESCRIBE(structure, FIELDS) structure ":" FIELDS(DESCRIBE_FIELD) "\n"
@@ -257,6 +274,7 @@ typedef struct { WEIGHING(DECLARE) } weighing_t;
     DESCRIBE("step", STEP)                                                                                             \
     DESCRIBE("unpacking", UNPACKING)                                                                                   \
     DESCRIBE("blocks", BLOCKS)                                                                                         \
-    DESCRIBE("weighing", WEIGHING)
+    DESCRIBE("weighing", WEIGHING)                                                                                     \
+    DESCRIBE("drawing", DRAWING)
 
 #endif

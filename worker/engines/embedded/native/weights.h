@@ -4,6 +4,8 @@
 
 #include "kernels.h"
 
+enum { BLOCK = 64 }; /* tokens: `BLOCK` in adapters/sampling/candidates.py */
+
 /* The maxima [rows, ceil(width / 64)] of blocks of 64 logits, NaN where one of them is. A row begins `stride` after the one
  * before.
  */
@@ -29,5 +31,32 @@ KERNEL int64_t weigh(const weighing_t *w, const float *logits, int64_t width, in
  */
 KERNEL int64_t take_prefix(const weighing_t *w, const float *logits, int64_t width, int64_t total, int64_t target,
                            int64_t *ids, float *keys, int64_t *weights);
+
+/* Keeps, of `count` tokens, those of the shortest prefix of weight `target` that have a weight; returns their number.
+ * Keys that have one lie from `lowest` to `highest`. There is room for the keys and weights of twice as many.
+ */
+KERNEL int64_t keep_prefix(int64_t count, int64_t target, double lowest, double highest, int64_t *ids, float *keys,
+                           int64_t *weights);
+
+/* A number that rises with the logit. */
+INLINED uint32_t
+order_of(float logit)
+{
+    const float key = logit + 0.0f; /* turns -0.0 into 0.0 */
+    uint32_t bits;
+    memcpy(&bits, &key, sizeof bits);
+    return bits ^ ((bits >> 31) * 0x7fffffff | 0x80000000u);
+}
+
+/* The order of the last key of the shortest prefix of `count` keys that has the mass `missing`, which is reduced by
+ * those of higher keys.
+ */
+KERNEL uint32_t last_order(const float *keys, const int64_t *masses, int64_t count, int64_t *missing);
+
+/* Bytes of memory that a thread needs to draw tokens of rows of that width. */
+KERNEL int64_t drawing_memory(int64_t width);
+
+/* Draws a token of each row. */
+KERNEL void draw_tokens(const drawing_t *drawing, const threads_t *threads);
 
 #endif

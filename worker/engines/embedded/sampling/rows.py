@@ -11,16 +11,22 @@ import numpy as np
 import torch
 
 from adapters.chain import Planned
-from adapters.contract import SAMPLE, uniform_rows
+from adapters.contract import SAMPLE, uniform, uniform_rows
 from adapters.contract.random_numbers import SAMPLE_AGAIN
 from adapters.processors.truncation import Temperature
-from adapters.sampling.truncation import GREEDY_BELOW
+from adapters.sampling.truncation import GREEDY_BELOW, log_of
+from worker.engines.embedded.native.weights import ControlColumns
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
 from worker.sampling import SamplingParams
 
 _LARGE = GREEDY_BELOW * float(np.finfo(np.float32).max)
 """Logits that no temperature takes out of float32 are below this."""
+
+_MANY_ROWS = 12
+"""Rows whose random numbers numpy computes faster than Python's integers."""
+
+_GREEDY = Controls(temperature=0.0)
 
 
 class RowTable:
@@ -114,18 +120,29 @@ class RowTable:
         """The randomly sampled rows, grouped by the candidates that they need."""
         return group_rows(self.controls, self.vocab_size)
 
+    @cached_property
+    def columns(self) -> ControlColumns:
+        """Controls of all rows."""
+        every = [self.controls.get(row, _GREEDY) for row in range(len(self.owners))]
+        return ControlColumns(
+            torch.tensor([one.divisor for one in every], dtype=torch.float32),
+            torch.tensor([log_of(one.min_p) for one in every], dtype=torch.float64),
+            torch.tensor([one.top_k for one in every], dtype=torch.int64),
+            torch.tensor([one.share for one in every], dtype=torch.float64),
+        )
+
     def uniforms(self) -> dict[int, float]:
         """This step's random number of each randomly sampled row."""
-        if not self.random:
-            return {}
         owners = [self.owners[row] for row in self.random]
         positions = [len(request.tokens) + depth for request, depth in owners]
         purposes = [
             SAMPLE + SAMPLE_AGAIN * request.chain.num_ruled_out if request.chain is not None and not depth else SAMPLE
             for request, depth in owners
         ]
-        numbers = uniform_rows(self._seeds, self._choices, positions, purposes)
-        return dict(zip(self.random, numbers.tolist(), strict=True))
+        words = (self._seeds, self._choices, positions, purposes)
+        few = len(owners) < _MANY_ROWS
+        numbers = list(map(uniform, *words)) if few else uniform_rows(*words).tolist()
+        return dict(zip(self.random, numbers, strict=True))
 
     def divided(self, highest: list[float]) -> list[float]:
         """The highest logit of each row, divided by its temperature; infinite beyond float32."""

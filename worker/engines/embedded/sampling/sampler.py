@@ -12,6 +12,7 @@ from adapters.contract import apply_bitmask
 from adapters.devices import launching_on, upload
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
+from worker.engines.embedded.native import weights
 from worker.engines.embedded.plan import Edits, Plan, Samples
 from worker.engines.embedded.sampling.logprobs import Ids, as_index, attach, attach_masses, token_logprobs
 from worker.engines.embedded.sampling.row_errors import all_forced, forced_rows, unfit
@@ -36,6 +37,7 @@ class Sampler:
         self._undecodable = frozenset(undecodable_ids)
         self._never_there = torch.tensor(undecodable_ids, dtype=torch.int64)  # the same where the logits are
         self._table = RowTable((), None, vocab_size)
+        self._drawer = weights.Drawer(vocab_size)
 
     def sample(
         self,
@@ -136,16 +138,17 @@ class Sampler:
         plain = not (table.random or table.processed or planned)
         if plain and is_searched_fast(logits.shape[1]):
             return _choose_plain(logits, errors), None
+        if not table.processed and logits.device.type == "cpu" and weights.are_available():
+            numbers = table.uniforms()
+            uniforms = [numbers.get(row, 0.0) for row in range(len(logits))]
+            token_ids, highest = self._drawer.draw(logits, table.columns, uniforms)
+            samples = Samples(token_ids, errors)
+            self._force_and_check(samples, table, planned, highest)
+            return samples, None
         maxima = block_maxima(logits)
-        groups = table.groups
-        highest = table.divided(maxima.amax(-1).tolist())  # propagates NaN
         samples = Samples([0] * len(table.owners), errors)
-        forced = self._force(samples, planned)
-        unfit_rows = {row for row, value in enumerate(highest) if not math.isfinite(value)}
-        if unfit_rows:
-            unread = forced.keys() - {*table.raw, *table.processed}
-            errors |= unfit(highest, planned, {**dict.fromkeys(unread, ""), **errors})
-            groups = [group.without(unfit_rows) for group in groups]
+        forced, unfit_rows = self._force_and_check(samples, table, planned, maxima.amax(-1).tolist())
+        groups = [group.without(unfit_rows) for group in table.groups] if unfit_rows else table.groups
         if table.greedy:
             _take_highest(samples, logits, maxima, table)
         sampled, distributions = truncate_and_sample(
@@ -166,6 +169,26 @@ class Sampler:
                     final[entry, forced[row]] = 0.0
             _attach_logprobs(samples, final, table, table.processed, table.attributed)
         return samples, final
+
+    def _force_and_check(
+        self, samples: Samples, table: RowTable, planned: list[Planned], highest: list[float]
+    ) -> tuple[dict[int, int], set[int]]:
+        """Set the forced ids, and note why rows cannot be sampled.
+
+        Args:
+            samples: Those of the step, which get ids and errors.
+            highest: The highest logit of each row, not divided; NaN if it holds NaN.
+
+        Returns:
+            The forced ids by row, and the rows whose highest logit, divided, is not finite.
+        """
+        forced = self._force(samples, planned)
+        highest = table.divided(highest)
+        unfit_rows = {row for row, value in enumerate(highest) if not math.isfinite(value)}
+        if unfit_rows:
+            unread = forced.keys() - {*table.raw, *table.processed}
+            samples.errors |= unfit(highest, planned, {**dict.fromkeys(unread, ""), **samples.errors})
+        return forced, unfit_rows
 
     def force(self, edits: Edits, count: int) -> Samples:
         """Tokens of `count` rows that processors force, or that have failed."""
