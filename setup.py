@@ -31,6 +31,7 @@ FLOAT32_ALONE = (
     "dequantised",
     "drawing",
     "integer",
+    "masks",
     "packing",
     "prefixes",
     "process_memory",

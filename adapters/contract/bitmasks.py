@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from adapters.devices import upload, upload_ids
+from adapters.row_kernels import kernels_for
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -90,8 +91,11 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
     """
     every = range(len(logits)) if rows is None else rows
     if logits.device.type == "cpu":
-        width = logits.shape[1]
-        apply_unpacked(logits, [(row, unpacked(mask, width)) for row, mask in zip(every, bitmask, strict=True)])
+        kernels, width = kernels_for(logits), logits.shape[1]
+        if kernels is not None:
+            kernels.apply_masks(logits, every, list(bitmask.cpu()))
+        else:
+            apply_unpacked(logits, [(row, unpacked(mask, width)) for row, mask in zip(every, bitmask, strict=True)])
         return
     covered = min(logits.shape[1], bitmask.shape[1] * 32)
     if covered < logits.shape[1]:

@@ -30,6 +30,7 @@ from adapters.contract.bitmasks import (
     unpacked,
 )
 from adapters.devices import upload
+from adapters.row_kernels import kernels_for
 
 Ids: TypeAlias = "torch.Tensor | array[Any]"
 Numbers: TypeAlias = "torch.Tensor | array[Any]"
@@ -325,7 +326,9 @@ def apply_allows(logits: torch.Tensor, edits: Sequence[tuple[int, Allow]]) -> No
     """
     if not edits:
         return
-    if logits.device.type == "cpu":
+    if (kernels := kernels_for(logits)) is not None:
+        kernels.apply_masks(logits, [row for row, _ in edits], [edit.bitmask for _, edit in edits])
+    elif logits.device.type == "cpu":
         apply_unpacked(logits, [(row, edit.unpacked(logits.shape[1])) for row, edit in edits])
     else:
         apply_bitmask(logits, torch.stack([edit.bitmask for _, edit in edits]), [row for row, _ in edits])

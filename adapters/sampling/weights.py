@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from adapters.sampling.native import native_kernels
+from adapters.row_kernels import native_kernels
 
 _MOST_BITS = 44
 

@@ -1,6 +1,6 @@
 """Reductions of whole rows of logits on the CPU: their blocks' maxima, and the weights of a row.
 
-Native kernels (`adapters.sampling.native`) compute them, or torch without those. Both have the same
+Native kernels (`adapters.row_kernels`) compute them, or torch without those. Both have the same
 results, but for the last bits of exp. Which one computes holds for the process, as for
 `weights.exponential_`.
 """
@@ -15,7 +15,7 @@ import torch
 
 from adapters.sampling import candidates
 from adapters.sampling.candidates import BLOCK, num_blocks
-from adapters.sampling.native import WholeRow, native_kernels
+from adapters.row_kernels import WholeRow, native_kernels
 from adapters.sampling.prefixes import prefix_of_mass
 from adapters.sampling.weights import exponential_, rounding, weight_bits
 

@@ -195,6 +195,25 @@ fuzz_quantised(int is_integer)
 #endif
 
 #ifdef FLOAT32
+/* Masks of two rows, as long as the rows or not. */
+static void
+fuzz_masks(void)
+{
+    const int64_t width = ONE_OF(1, 31, 32, 33, 700), rows = 3, size = rows * width, count = below(40);
+    float *logits = malloc(size * sizeof *logits);
+    uint32_t *words = malloc((count + 1) * sizeof *words);
+    for (int64_t i = 0; i < size; i++)
+        logits[i] = below(9) ? (float)below(100) : -INFINITY;
+    for (int64_t i = 0; i < count; i++)
+        words[i] = below(3) ? UINT32_MAX : (uint32_t)below(INT64_C(1) << 31);
+    const mask_t masks[] = {{2, words, count}, {0, words, count / 2}};
+    const threads_t threads = some_threads();
+    apply_masks(logits, width, width, masks, 2, &threads);
+    add_bytes_to_digest(logits, size * (int64_t)sizeof *logits);
+    free(logits);
+    free(words);
+}
+
 /* Tokens of rows, each by controls of its own; a row without a finite logit has none. */
 static void
 fuzz_draws(const float *logits, int64_t rows, int64_t width)
@@ -262,6 +281,7 @@ fuzz_weights(void)
         add_bytes_to_digest(weights, count * (int64_t)sizeof *weights);
     }
     fuzz_draws(logits, rows, width / rows);
+    fuzz_masks();
     void *const all[] = {logits, keys, ids, weights, sums, numbers};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);

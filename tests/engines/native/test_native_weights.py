@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from whole_rows import sample_whole_rows
 
 from adapters.sampling import candidates
-from adapters.sampling.native import WholeRow
+from adapters.contract import bitmask_of
+from adapters.contract.bitmasks import apply_unpacked, unpacked
+from adapters.row_kernels import WholeRow
 from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
@@ -105,6 +107,54 @@ def test_several_threads_search_many_rows(path: str) -> None:
     assert math.isnan(values[3])
     whole = [row for row in range(12) if row != 3]
     assert [ids[row] for row in whole] == logits[whole].argmax(-1).tolist()
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from([*WIDTHS, 70_000]),
+    covered=st.sampled_from([0.0, 0.4, 1.0, 1.0, 1.3]),
+    kept=st.sampled_from([0.0, 0.001, 0.5, 0.999, 1.0]),
+    odd=st.sampled_from([-0.0, -math.inf, math.inf, math.nan]),
+    rows=st.permutations(range(9)).map(lambda rows: rows[:5]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_masks_are_applied_as_without_kernels(
+    path: str, seed: int, width: int, covered: float, kept: float, odd: float, rows: list[int], threads: int
+) -> None:
+    """Masks of 9 rows' middle columns: what lies beside them, and other rows, stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    every = torch.randn(9, width + 7, generator=generator)
+    every[torch.rand(every.shape, generator=generator) < 0.02] = odd
+    words = math.ceil(width * covered / 32)
+    bits = torch.rand(5, words * 32, generator=generator) < kept
+    masks = [bitmask_of(row.nonzero()[:, 0].tolist(), words * 32) for row in bits]
+    expected = every.clone()
+    inner = expected[:, 3 : 3 + width].contiguous()
+    apply_unpacked(inner, [(row, unpacked(mask, width)) for row, mask in zip(rows, masks, strict=True)])
+    expected[:, 3 : 3 + width] = inner
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        native_weights.apply_masks(every[:, 3 : 3 + width], rows, masks)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(every, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_masks_of_many_rows_by_several_threads(path: str) -> None:
+    logits = torch.randn(40, 40_003, generator=torch.Generator().manual_seed(1))
+    masks = [bitmask_of(range(row, 40_003, 7), 40_003) for row in range(40)]
+    expected = torch.full_like(logits, -math.inf)
+    for row in range(40):
+        expected[row, row::7] = logits[row, row::7]
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        native_weights.apply_masks(logits, range(40), masks)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(logits, expected)
 
 
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)

@@ -140,6 +140,7 @@ class KernelLibrary(ctypes.CDLL):
             "attend": (None, (ctypes.POINTER(self.attention_t), _POINTER)),
             "decoder_layers": (_INT32, (ctypes.POINTER(self.step_t), _POINTER, _INT64, _POINTER, _POINTER)),
             "adapted_linear": (_INT32, (ctypes.POINTER(self.step_t), _INT64, linear, _POINTER)),
+            "apply_masks": (None, (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER)),
             "block_maxima": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER)),
             "highest_ids": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER, _POINTER)),
             "exponentials": (None, (_POINTER, _INT64)),

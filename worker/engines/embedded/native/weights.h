@@ -1,10 +1,21 @@
-/* Weights of tokens, for sampling: functions of the library in float32. */
+/* Masks and weights of tokens, for sampling: functions of the library in float32. */
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
 #include "kernels.h"
 
 enum { BLOCK = 64 }; /* tokens: `BLOCK` in adapters/sampling/candidates.py */
+
+/* A packed mask, and the row that it is of; Python makes it of int64. */
+typedef struct {
+    int64_t row;
+    const uint32_t *words; /* [count]; beyond them every logit is masked */
+    int64_t count;
+} mask_t;
+
+/* Masks rows of logits of that width, none of them twice. */
+KERNEL void apply_masks(float *logits, int64_t stride, int64_t width, const mask_t *masks, int64_t count,
+                        const threads_t *threads);
 
 /* The maxima [rows, ceil(width / 64)] of blocks of 64 logits, NaN where one of them is. A row begins `stride` after the one
  * before.

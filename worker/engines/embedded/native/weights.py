@@ -1,8 +1,8 @@
-"""Weights of tokens, for sampling on the CPU, by the native kernels in float32.
+"""Masks and weights of tokens, for sampling on the CPU, by the native kernels in float32.
 
 The weights are those of `adapters.sampling.weights`. Their exponential is the kernels' own: single
 multiplications and additions of float64 in one order, so that its bits are the same in all paths
-and on every processor. This module is the `adapters.sampling.native.RowKernels` of the engine.
+and on every processor. This module is the `adapters.row_kernels.RowKernels` of the engine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ from worker.engines.embedded.native.paths import library, unavailable
 def are_available() -> bool:
     """Whether these functions compute here, in any path; the answer holds for the process."""
     return unavailable(torch.float32) is None
+
+
+def apply_masks(logits: torch.Tensor, rows: Sequence[int], bitmasks: Sequence[torch.Tensor]) -> None:
+    """See `adapters.row_kernels.RowKernels.apply_masks`."""
+    packed = [each.contiguous() for each in bitmasks]
+    masks = torch.tensor(
+        [(row, each.data_ptr(), each.shape[0]) for row, each in zip(rows, packed, strict=True)], dtype=torch.int64
+    )
+    kernels = library(torch.float32)
+    kernels.apply_masks(
+        *(logits.data_ptr(), logits.stride(0), logits.shape[1]), *(masks.data_ptr(), len(packed), kernels.threads())
+    )
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -141,7 +153,7 @@ def weigher(vocab_size: int) -> NativeRow:
 
 
 class NativeRow:
-    """Weights of one row of logits at a time (`adapters.sampling.native.WholeRow`).
+    """Weights of one row of logits at a time (`adapters.row_kernels.WholeRow`).
 
     A row is read once for the sums of its blocks; no weight is kept.
 

@@ -7,7 +7,7 @@ to one request; `logprobs` and `prompt_logprobs` are log probabilities; `row_err
 why a row cannot be sampled; `rejection` is rejection sampling of drafts.
 """
 
-from adapters.sampling.native import use_kernels
+from adapters.row_kernels import use_kernels
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.sampling.isolation import IsolatingSampler, NotSampled
 from worker.engines.embedded.sampling.logprobs import token_logprobs

@@ -1,4 +1,4 @@
-"""Native kernels that an engine passes in: faster, with the same results.
+"""Native kernels for rows of logits that an engine passes in: faster, with the same results.
 
 Nothing here imports an engine, so that one that brings kernels calls `use_kernels`
 when it is imported. They hold for the process: processors, pipes and samplers of one
@@ -8,6 +8,7 @@ process compute the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -57,6 +58,15 @@ class RowKernels(Protocol):
     def exponential_(self, values: torch.Tensor) -> torch.Tensor:
         """See `weights.exponential_`."""
 
+    def apply_masks(self, logits: torch.Tensor, rows: Sequence[int], bitmasks: Sequence[torch.Tensor]) -> None:
+        """Mask with -inf every logit whose bit is 0, see `adapters.contract.apply_bitmask`.
+
+        Args:
+            logits: float32 ``[B, V]`` that `kernels_for` are for, edited in place.
+            rows: Rows that are masked, none of them twice.
+            bitmasks: int32 ``[W]`` for each of them, on the CPU; ids beyond ``32 * W`` are masked.
+        """
+
     def block_maxima(self, logits: torch.Tensor) -> torch.Tensor:
         """See `candidates.block_maxima`."""
 
@@ -79,3 +89,9 @@ def use_kernels(kernels: RowKernels) -> None:
 def native_kernels() -> RowKernels | None:
     """The kernels that were passed in, None if there are none or they do not compute here."""
     return _kernels if _kernels is not None and _kernels.are_available() else None
+
+
+def kernels_for(logits: torch.Tensor) -> RowKernels | None:
+    """`native_kernels` that compute on these logits where they are, None if they do not."""
+    fits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1
+    return native_kernels() if fits else None
