@@ -266,7 +266,7 @@ def report(rows: Sequence[Row], bitmasks: Sequence[str], check: str, num_rounds:
         "Applying a bitmask, against a copy of the logits (target: 1.5):",
         BITMASK_HEADER + "\n" + "\n".join(bitmasks),
         "A small batch stays in the processor's cache, where a read costs next to nothing; what is left there is the\n"
-        "cost of calling some thirty operations.",
+        "cost of Python around one call of a kernel.",
         f"{datetime.date.today()}, {processor_name()}, {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.1f};\nPython {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}.",

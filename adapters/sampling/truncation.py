@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from adapters.sampling.candidates import block_maxima, highest_ids, top, top_in_order
 from adapters.row_kernels import WholeRow
+from adapters.sampling.candidates import block_maxima, highest_ids, top, top_in_order
 from adapters.sampling.prefixes import beyond_prefix, mass_among, prefix_of_mass, prefix_of_ordered
 from adapters.sampling.weights import share_of, share_of_one, weigh, weight_bits, weights_of
 from adapters.sampling.whole_row import block_maxima as host_block_maxima

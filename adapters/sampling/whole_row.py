@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from adapters.row_kernels import WholeRow, native_kernels
 from adapters.sampling import candidates
 from adapters.sampling.candidates import BLOCK, num_blocks
-from adapters.row_kernels import WholeRow, native_kernels
 from adapters.sampling.prefixes import prefix_of_mass
 from adapters.sampling.weights import exponential_, rounding, weight_bits
 

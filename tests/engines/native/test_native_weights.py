@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from whole_rows import sample_whole_rows
 
-from adapters.sampling import candidates
 from adapters.contract import bitmask_of
 from adapters.contract.bitmasks import apply_unpacked, unpacked
 from adapters.row_kernels import WholeRow
+from adapters.sampling import candidates
 from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow

@@ -101,7 +101,7 @@ class Drawer:
     def draw(
         self, logits: torch.Tensor, controls: ControlColumns, uniforms: Sequence[float]
     ) -> tuple[list[int], list[float]]:
-        """The token of each row, by the rules of `sampling.truncation`, and the row's highest logit.
+        """The token of each row, by the rules of `sampling.truncation`, and its highest logit.
 
         Args:
             logits: float32 ``[R, V]`` on the CPU.

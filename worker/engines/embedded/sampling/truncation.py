@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from adapters.devices import upload
-from adapters.sampling.candidates import order_ties, sort_ids, top, top_in_order
 from adapters.row_kernels import WholeRow
+from adapters.sampling.candidates import order_ties, sort_ids, top, top_in_order
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
 from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept, rounded_up
 from adapters.sampling.weights import (
