@@ -23,7 +23,7 @@ from worker.sampling import SamplingParams
 _LARGE = GREEDY_BELOW * float(np.finfo(np.float32).max)
 """Logits that no temperature takes out of float32 are below this."""
 
-_MANY_ROWS = 12
+_MANY_ROWS = 20
 """Rows whose random numbers numpy computes faster than Python's integers."""
 
 _GREEDY = Controls(temperature=0.0)
