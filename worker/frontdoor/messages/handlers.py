@@ -77,8 +77,7 @@ async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenera
 async def _translated(exchange: Exchange, translate: Callable[..., TranslatedRequest]) -> TranslatedRequest:
     """The chat of the request; of a large one, made outside the event loop. Raises `Refused`."""
     models_think = exchange.door.options.dyn_reasoning_parser is not None
-    make = partial(translate, exchange.fields(), models_think=models_think)
     try:
-        return await exchange.door.rewriting.by_size(exchange.request.label, len(exchange.body), make)
+        return await exchange.read(partial(translate, models_think=models_think))
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None
