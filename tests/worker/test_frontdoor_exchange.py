@@ -317,7 +317,7 @@ async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.M
 
 
 async def test_scores_that_an_empty_stream_lacks_are_an_error() -> None:
-    """Its event had no head before it: the answer was no HTTP."""
+    """The event had no head before it: the answer was no HTTP."""
     asked = {**FIELDS, "stream": True, "prompt_logprobs": 1}
     async with house(says()) as at:
         status, error = error_of(await at.ask(post(encoded(asked))))
@@ -325,11 +325,28 @@ async def test_scores_that_an_empty_stream_lacks_are_an_error() -> None:
 
 
 async def test_a_late_error_names_a_prompt_of_ids() -> None:
-    """As an early one does; it named the messages that the ids stand in for."""
+    """It named the messages, which the ids stand in for."""
     error = {"error": {"message": "messages: are bad", "param": "messages", "code": 400}}
     async with house(says(CHUNKS[0], error)) as at:
         answer = await at.ask(post(encoded({"model": "m", "prompt": [4, 5], "stream": True})))
     assert b'"message":"prompt: are bad","type":"invalid_request_error","param":"prompt"' in answer
+
+
+IN_STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**FIELDS, "return_token_ids": True},
+    "/v1/completions": {"model": "m", "prompt": "a", "echo": True},
+    "/generate": {"model": "m", "text": "a"},
+    "/inference/v1/generate": {"model": "m", "token_ids": [4], "sampling_params": {}},
+}
+
+
+@pytest.mark.parametrize("path", IN_STREAMS)
+async def test_a_stream_without_chunks_has_a_head(path: str) -> None:
+    """The last event was the whole answer, which was no HTTP."""
+    async with house(says()) as at:
+        answer = await at.ask(post(encoded({**IN_STREAMS[path], "stream": True}), path=path))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: [DONE]\n\n" in answer
 
 
 async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,6 @@ async def _stream(
     async with exchange.streaming(error_event):
         async for chunk in chunks:
             if not exchange.has_begun:
-                await exchange.begin_events()
                 for name, value in annotations.items():
                     await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
             if not (with_usage or chunk.get("choices")):
@@ -67,8 +66,6 @@ async def _stream(
                 await exchange.send_event(chunk)
             else:
                 await exchange.send(server_sent(chunk))
-        if not exchange.has_begun:
-            await exchange.begin_events()
         await exchange.send(DONE)
 
 

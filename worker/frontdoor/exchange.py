@@ -202,7 +202,9 @@ class Exchange:
         self.has_begun = self._is_event_stream = True
 
     async def send(self, data: bytes) -> None:
-        """Write bytes of the body, once the client keeps up."""
+        """Write bytes of the body, once the client keeps up; the first begin a stream of events."""
+        if not self.has_begun:
+            await self.begin_events()
         await self._may_send.wait()
         self._client.received(chunk(data) if self._is_chunked else data)
 

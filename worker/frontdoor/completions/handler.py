@@ -66,7 +66,6 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
         if not exchange.has_begun:
             same.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
             same.pop("prompt_logprobs", None)
-            await exchange.begin_events()
         first = {name: same[name] for name in ("id", "created") if name in same}
         await exchange.send_event(same | chunk | first)
 

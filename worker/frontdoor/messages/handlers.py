@@ -52,8 +52,6 @@ async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> No
 
     async with exchange.streaming(failed):
         async for events in batches:
-            if not exchange.has_begun:
-                await exchange.begin_events()
             if events:
                 await exchange.send(server_sent(events))
 

@@ -72,8 +72,6 @@ async def _stream(exchange: Exchange, request: InferenceRequest, choices: Any, s
             if generated.usage:
                 ended[index] = generated
                 continue
-            if not exchange.has_begun:
-                await exchange.begin_events()
             event = {**same, "choices": [_choice(request, index, generated, sent.get(index, _START))], "usage": None}
             if request.has_prompt and not sent:
                 event["prompt_token_ids"] = generated.prompt_token_ids

@@ -42,8 +42,6 @@ async def answer_generate(exchange: Exchange) -> None:
     stream = exchange.streaming(lambda refused: error_event(refused) + DONE)
     async with stream, aclosing(_together(exchange, batch, model)) as events:
         async for index, answer in events:
-            if not exchange.has_begun:
-                await exchange.begin_events()
             await exchange.send_event({**answer, "index": index} if batch.is_batch else answer)
         await exchange.send(DONE)
 
