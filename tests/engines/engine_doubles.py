@@ -9,6 +9,7 @@ import torch
 from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine, Plan, Request
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.scored_rows import show_scored
 from worker.engines.embedded.speculation import Speculator
 from worker.engines.embedded.step import Stepper, make_stepper
@@ -23,12 +24,10 @@ PADDING = 6
 END = 2
 
 
-class EveryToken:
+class EveryToken(LogitsTap):
     """Keeps the logits of all prompt tokens."""
 
     wants_prompt = True
-    wants_generated = False
-    first_wanted = 0
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []

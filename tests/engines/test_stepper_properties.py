@@ -29,6 +29,7 @@ from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.plan import Edits, Output, Plan, Request, Samples
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.scheduler import Scheduler
@@ -107,11 +108,8 @@ class Defective(Sampler):
         return super().sample(logits, edits, plan, *others)
 
 
-class Scores:
+class Scores(LogitsTap):
     """A tap that keeps the most likely token behind each one of a prompt."""
-
-    wants_generated = False
-    first_wanted = 0
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -13,7 +13,7 @@ from test_frontdoor_server import House, Script, chunked, error_of, get, house, 
 
 from worker.frontdoor import client_connection, routes
 from worker.frontdoor.asking import ask
-from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
+from worker.frontdoor.chat_stream import assembled, chat
 from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler
@@ -291,11 +291,12 @@ def catching(caught: list[Refused]) -> Handler:
     """The handler of a chat whose answer fails once it has begun."""
 
     async def handle(exchange: Exchange) -> None:
-        with pytest.raises(AnswerFailed) as failed:
+        try:
             async for _ in chat(exchange, exchange.fields()):
                 pass
-        caught.append(failed.value.refused)
-        raise failed.value.refused
+        except Refused as refused:
+            caught.append(refused)
+            raise
 
     return handle
 
@@ -313,6 +314,39 @@ async def test_the_reason_of_an_answer_that_fails_is_found(monkeypatch: pytest.M
         assert len(at.frontends[0].requests) == 3  # the last one computes it once more
     assert (status, error["param"], error["message"]) == (400, "min_tokens", "min_tokens: leaves no token")
     assert [one.status for one in caught] == [400]
+
+
+async def test_scores_that_an_empty_stream_lacks_are_an_error() -> None:
+    """The event had no head before it: the answer was no HTTP."""
+    asked = {**FIELDS, "stream": True, "prompt_logprobs": 1}
+    async with house(says()) as at:
+        status, error = error_of(await at.ask(post(encoded(asked))))
+    assert (status, error["message"]) == (502, "the worker sent no log probabilities of the prompt")
+
+
+async def test_a_late_error_names_a_prompt_of_ids() -> None:
+    """It named the messages, which the ids stand in for."""
+    error = {"error": {"message": "messages: are bad", "param": "messages", "code": 400}}
+    async with house(says(CHUNKS[0], error)) as at:
+        answer = await at.ask(post(encoded({"model": "m", "prompt": [4, 5], "stream": True})))
+    assert b'"message":"prompt: are bad","type":"invalid_request_error","param":"prompt"' in answer
+
+
+IN_STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**FIELDS, "return_token_ids": True},
+    "/v1/completions": {"model": "m", "prompt": "a", "echo": True},
+    "/generate": {"model": "m", "text": "a"},
+    "/inference/v1/generate": {"model": "m", "token_ids": [4], "sampling_params": {}},
+}
+
+
+@pytest.mark.parametrize("path", IN_STREAMS)
+async def test_a_stream_without_chunks_has_a_head(path: str) -> None:
+    """The last event was the whole answer, which was no HTTP."""
+    async with house(says()) as at:
+        answer = await at.ask(post(encoded({**IN_STREAMS[path], "stream": True}), path=path))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: [DONE]\n\n" in answer
 
 
 async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:

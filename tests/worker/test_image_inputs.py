@@ -123,7 +123,7 @@ async def test_vllm_reads_the_file_that_was_checked(
     """The host was the beginning of its path."""
     monkeypatch.setitem(sys.modules, "vllm.multimodal.media", SimpleNamespace(MediaConnector=Connector))
     monkeypatch.setattr("worker.engines.vllm.images.importlib.import_module", sys.modules.__getitem__)
-    monkeypatch.setattr("worker.engines.vllm.images.check_pixels", lambda images: None)
+    monkeypatch.setattr("worker.engines.images.check_pixels", lambda images: None)
     images = Images(files, SimpleNamespace(is_multimodal_model=True), "0.0")
     assert files.directory is not None
     path = files.directory / "inner" / "a.png"

@@ -243,6 +243,12 @@ class TokenDelta:
         """Whether it has no output, and only keeps the stream alive."""
         return not self.token_ids and self.finish_reason is None and self.engine_data is None
 
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The ids that were sampled, with the end token that the answer does not show."""
+        end = self.stop_reason if self.finish_reason == "stop" else None
+        return self.token_ids if end is None or self.token_ids[-1:] == [end] else [*self.token_ids, end]
+
     def stop_after(self, count: int) -> None:
         """End the choice, as ``stop``, after the first `count` of the new tokens."""
         del self.token_ids[count:]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import importlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from worker.errors import ConfigurationError, InvalidRequest, shown
+from worker.errors import ConfigurationError, InvalidRequest, one_line, shown
 
 if TYPE_CHECKING:
     from worker.arguments import Arguments
@@ -62,30 +63,48 @@ class ImageSources:
         """Raises `InvalidRequest` if the picture may not be read from its URL."""
         try:
             url = urlsplit(image.url)
-            host = url.hostname
+            host, file = url.hostname, file_of(image.url)
         except ValueError as error:
             raise InvalidRequest(image.path, f"must be a URL: {error}") from None
         if url.scheme == "data":
             return
-        if url.scheme == "file":
-            self._check_file(image, url)
+        if file is not None:
+            self._check_file(image, url.netloc, file)
         elif url.scheme not in ("http", "https"):
             raise InvalidRequest(image.path, f"must be a URL of data:, file:, http: or https:, got {shown(image.url)}")
         elif host not in self.hosts:
             problem = f"{shown(host)} is no host of --allowed-media-domains; a data: URL holds the picture itself"
             raise InvalidRequest(image.path, problem)
 
-    def _check_file(self, image: ImageInput, url: SplitResult) -> None:
+    def _check_file(self, image: ImageInput, host: str, file: Path) -> None:
         problem = "is no file below --allowed-local-media-path; a data: URL holds the picture itself"
-        if self.directory is None or url.netloc not in ("", "localhost"):
+        if self.directory is None or host not in ("", "localhost"):
             raise InvalidRequest(image.path, problem)
         try:
-            path = Path(url2pathname(url.path)).resolve()
+            path = file.resolve()
             is_below = path.is_relative_to(self.directory.resolve()) and path.is_file()
         except (OSError, ValueError, RuntimeError):  # a loop of links, a name that no file can have
             is_below = False
         if not is_below:
             raise InvalidRequest(image.path, problem)
+
+    async def load(self, images: Sequence[ImageInput], load: Callable[[str], Awaitable[Any]]) -> list[Any]:
+        """The pictures of a request, in order; ``load`` is a library's own loader of a URL.
+
+        Raises:
+            InvalidRequest: one may not be read, or cannot, or they have too many pixels.
+        """
+
+        async def loaded(image: ImageInput) -> Any:
+            try:
+                return await load(image.url)
+            except Exception as error:  # the library's loader: whatever a file or a host runs into
+                raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
+
+        for image in images:
+            self.check(image)
+        await asyncio.to_thread(check_pixels, images)
+        return await asyncio.gather(*map(loaded, images))
 
 
 def read_images(path: str, value: Any) -> tuple[ImageInput, ...]:
@@ -136,22 +155,20 @@ def _num_pixels(url: str) -> int:
     """Pixels of a file, 0 where there is none that can be read: the loader says so. Loaders read a
     scheme in capitals, too.
     """
-    file: Any
-    parts = urlsplit(url)
-    if parts.scheme == "data":
-        try:
-            file = io.BytesIO(base64.b64decode(url.partition(",")[2]))
-        except ValueError:
-            return 0
-    elif parts.scheme == "file":
-        file = Path(url2pathname(parts.path))
-    else:
-        return 0
+    file: Any = file_of(url)
     with contextlib.suppress(Exception):  # Pillow's, of whatever is in the file
-        opened = importlib.import_module("PIL.Image").open(file)
-        with opened:
-            return int(opened.width * opened.height)
+        if file is None and urlsplit(url).scheme == "data":
+            file = io.BytesIO(base64.b64decode(url.partition(",")[2]))
+        if file is not None:
+            with importlib.import_module("PIL.Image").open(file) as opened:
+                return int(opened.width * opened.height)
     return 0
+
+
+def file_of(url: str) -> Path | None:
+    """The file that a ``file:`` URL names, None for another. Raises `ValueError` for no URL."""
+    parts = urlsplit(url)
+    return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
 
 
 def data_url(content: bytes, media_type: str = ANY_PICTURE) -> str:

@@ -12,11 +12,11 @@ from contextlib import aclosing
 from typing import Any
 
 from worker.frontdoor.chat_prompt import with_prompt_as_messages
-from worker.frontdoor.chat_stream import AnswerFailed, assembled, chat
+from worker.frontdoor.chat_stream import assembled, chat
 from worker.frontdoor.completions.chat_scores import scored_request, with_scores
 from worker.frontdoor.completions.prompt_answer import Chunk
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange, server_sent
+from worker.frontdoor.exchange import DONE, Exchange, error_event, server_sent
 from worker.frontdoor.returned_tokens import Returned, ReturnedData
 
 
@@ -33,11 +33,7 @@ async def answer_chat(exchange: Exchange) -> None:
         if fields.get("stream"):
             await _stream(exchange, chunks, annotations, with_usage=_asks_for_usage(fields))
         else:
-            try:
-                whole = assembled([chunk async for chunk in chunks])
-            except AnswerFailed as failed:
-                raise failed.refused from None
-            await exchange.answer(200, whole)
+            await exchange.answer(200, assembled([chunk async for chunk in chunks]))
 
 
 async def _renamed(chunks: AsyncGenerator[Chunk, None], fields: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
@@ -59,10 +55,9 @@ async def _stream(
     *,
     with_usage: bool,
 ) -> None:
-    try:
+    async with exchange.streaming(error_event):
         async for chunk in chunks:
             if not exchange.has_begun:
-                await exchange.begin_events()
                 for name, value in annotations.items():
                     await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
             if not (with_usage or chunk.get("choices")):
@@ -71,13 +66,7 @@ async def _stream(
                 await exchange.send_event(chunk)
             else:
                 await exchange.send(server_sent(chunk))
-    except AnswerFailed as failed:
-        await exchange.send(server_sent(failed.refused.content()))
-    else:
-        if not exchange.has_begun:
-            await exchange.begin_events()
-        await exchange.send(b"data: [DONE]\n\n")
-    await exchange.end()
+        await exchange.send(DONE)
 
 
 def _asks_for_usage(fields: Mapping[str, Any]) -> bool:

@@ -19,18 +19,6 @@ from worker.frontdoor.returned_tokens import join_returned, joined_nvext
 from worker.frontdoor.tool_reading import ToolReading, reads_schemas, tool_reading
 
 
-class AnswerFailed(Exception):
-    """An answer ended before its end.
-
-    Args:
-        refused: The error that would be the answer, if it had not begun.
-    """
-
-    def __init__(self, refused: Refused) -> None:
-        super().__init__(refused.message)
-        self.refused = refused
-
-
 async def chat(
     caller: Caller, fields: dict[str, Any], *, path: str = CHAT, annotations: dict[str, Any] | None = None
 ) -> AsyncGenerator[dict[str, Any], None]:
@@ -47,23 +35,20 @@ async def chat(
         OpenAI's ``chat.completion.chunk``, or the chunk of a completion, as a dict.
 
     Raises:
-        Refused: no chunk has come: a field is refused, or the frontend answers with an error.
-        AnswerFailed: the answer ended before its end.
+        Refused: a field is refused, the frontend answers with an error, or the answer ended before
+            its end.
     """
     chunks = await ask(caller, fields, path)
-    has_begun = False
     try:
         reading = await _reading(caller, fields)  # behind all checks: what is refused is not read
         stage = None if reading is None or path != CHAT else reading.stage()
         async for chunk in chunks:
-            has_begun = True
             if annotations is not None:
                 annotations.update(chunks.annotations)
             for each in [chunk] if stage is None else stage.feed(chunk):
                 yield each
     except Refused as refused:
-        reason = await explained(caller, fields, path, refused)
-        raise (AnswerFailed(reason) if has_begun else reason) from None
+        raise await explained(caller, fields, path, refused) from None
     finally:
         chunks.close()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[["Exchange"], Awaitable[None]]
 
 T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+"""Last event of a stream in OpenAI's form."""
 
 _EVENTS = b"text/event-stream"
 
@@ -198,7 +202,9 @@ class Exchange:
         self.has_begun = self._is_event_stream = True
 
     async def send(self, data: bytes) -> None:
-        """Write bytes of the body, once the client keeps up."""
+        """Write bytes of the body, once the client keeps up; the first begin a stream of events."""
+        if not self.has_begun:
+            await self.begin_events()
         await self._may_send.wait()
         self._client.received(chunk(data) if self._is_chunked else data)
 
@@ -212,6 +218,25 @@ class Exchange:
         if self._is_chunked:
             self._client.received(b"0\r\n\r\n")
         self._client.answered(closes=not self._is_chunked)
+
+    @asynccontextmanager
+    async def streaming(self, failed: Callable[[Refused], bytes]) -> AsyncIterator[None]:
+        """End a stream of events when its last one has been written. An error before the first is
+        the answer, and a later one ends the stream.
+
+        Args:
+            failed: Function from an error to the last bytes of a stream.
+
+        Raises:
+            Refused: nothing has been written.
+        """
+        try:
+            yield
+        except Refused as refused:
+            if not self.has_begun:
+                raise
+            await self.send(failed(refused))
+        await self.end()
 
     # An `Answer` of the client's connection.
 
@@ -250,3 +275,8 @@ def server_sent(content: Any, name: str | None = None) -> bytes:
     """
     line = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (line, encoded(content))
+
+
+def error_event(refused: Refused) -> bytes:
+    """The event of an error in OpenAI's form."""
+    return server_sent(refused.content())

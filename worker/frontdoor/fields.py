@@ -14,19 +14,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 from adapters.catalog import MAX_CHOICES
 from worker.frontdoor import field_checks, field_types
 from worker.frontdoor.field_checks import GUIDES, Check
 from worker.frontdoor.field_types import is_one_of
+from worker.requests.fields import Fate
 from worker.sampling import Control, SamplingParams, sampling_controls
 from worker.sampling.control import cached
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-Fate = Literal["honoured", "frontend", "no effect", "refused"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.kubernetes import without_services
 from worker.arguments.option import dashed, from_environment, option, options_of
-from worker.arguments.values import matching, text
+from worker.arguments.values import matching, positive_seconds, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, marks_of_calls, support_of
 from worker.frontdoor.engine_address import EngineAddress
@@ -42,12 +42,6 @@ def _size(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ValueError("an integer of at least 0")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or float(text) == 0:
-        raise ValueError("a number of seconds above 0")
-    return float(text)
 
 
 def _rate(text: str) -> float:
@@ -155,20 +149,22 @@ class Options:
         "(the hard limit of `ulimit -n`), which its log says then.",
         parse=_count,
     )
-    header_timeout_s: float = option(10.0, "Seconds in which the head of a request must arrive.", parse=_seconds)
-    body_timeout_s: float = option(60.0, "Seconds in which the body of a request must arrive.", parse=_seconds)
+    header_timeout_s: float = option(
+        10.0, "Seconds in which the head of a request must arrive.", parse=positive_seconds
+    )
+    body_timeout_s: float = option(60.0, "Seconds in which the body of a request must arrive.", parse=positive_seconds)
     body_rate_kib_s: float = option(
         1.0, "Lowest rate of a body, KiB per second; one that is slower for 10 seconds gets a 408.", parse=_rate
     )
-    idle_timeout_s: float = option(75.0, "Seconds that a connection may be idle.", parse=_seconds)
+    idle_timeout_s: float = option(75.0, "Seconds that a connection may be idle.", parse=positive_seconds)
     send_timeout_s: float = option(
         60.0,
         "Seconds for which a client may read nothing of its answer; then its request is cancelled.",
-        parse=_seconds,
+        parse=positive_seconds,
     )
-    connect_timeout_s: float = option(2.0, "Seconds to wait for a connection to a frontend.", parse=_seconds)
+    connect_timeout_s: float = option(2.0, "Seconds to wait for a connection to a frontend.", parse=positive_seconds)
     drain_timeout_s: float = option(
-        120.0, "Seconds that in-flight answers get to finish after SIGTERM.", parse=_seconds
+        120.0, "Seconds that in-flight answers get to finish after SIGTERM.", parse=positive_seconds
     )
     worker_metrics: tuple[Upstream, ...] = option(
         (),

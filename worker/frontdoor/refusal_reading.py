@@ -10,7 +10,7 @@ from typing import Any
 
 from worker.frontdoor.asking import Caller, Part, ask
 from worker.frontdoor.errors import INVALID, FieldRefused, Refused
-from worker.frontdoor.exchange import Exchange, Handler, server_sent
+from worker.frontdoor.exchange import Exchange, Handler, error_event
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.frontend_errors import field_in, shortened
 from worker.frontdoor.nvext import with_annotations, with_engine_data
@@ -45,9 +45,8 @@ def ending(refused: Refused) -> Handler:
 
     async def answer(exchange: Exchange) -> None:
         exchange.continue_events()
-        found = await explained(exchange, exchange.json, exchange.path, refused)
-        await exchange.send(server_sent(found.content()))
-        await exchange.end()
+        async with exchange.streaming(error_event):
+            raise await explained(exchange, exchange.json, exchange.path, refused)
 
     return answer
 

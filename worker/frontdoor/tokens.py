@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from worker.frontdoor.asking import Caller, ask
-from worker.frontdoor.chat_stream import AnswerFailed, chat
+from worker.frontdoor.chat_stream import chat
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.fields import CHAT
 from worker.frontdoor.nvext import with_annotations
@@ -62,12 +62,9 @@ async def num_prompt_tokens(caller: Caller, fields: dict[str, Any]) -> int:
     if not picture_places(fields.get("messages")):
         return len(await prompt_tokens(caller, fields))
     usage: dict[str, Any] = {}
-    try:
-        async with aclosing(chat(caller, {**fields, "max_tokens": 1})) as chunks:
-            async for chunk in chunks:
-                usage = chunk.get("usage") or usage
-    except AnswerFailed as failed:
-        raise failed.refused from None
+    async with aclosing(chat(caller, {**fields, "max_tokens": 1})) as chunks:
+        async for chunk in chunks:
+            usage = chunk.get("usage") or usage
     if type(usage.get("prompt_tokens")) is not int:
         raise Refused(502, "the frontend does not tell the number of a prompt's tokens", kind="server_error")
     return int(usage["prompt_tokens"])

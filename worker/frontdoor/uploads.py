@@ -75,7 +75,7 @@ class Upload:
         self.too_slow = too_slow
         self.path = uploads.directory / secrets.token_hex(16)
         self._file: int | None = None
-        with _errors_of_the_disk():
+        with errors_of_the_disk():
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.begun_s = uploads.now()
         self._mark = (self.begun_s, 0)  # when it had got on, and how far
@@ -91,7 +91,7 @@ class Upload:
         """
         assert self._file is not None
         rest = memoryview(part)
-        with _errors_of_the_disk():
+        with errors_of_the_disk():
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         self.num_bytes += len(part)
@@ -128,15 +128,6 @@ class Upload:
             os.close(file)
 
 
-@contextlib.contextmanager
-def _errors_of_the_disk() -> Iterator[None]:
-    """Errors of the disk as a refusal of the one request that met them."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(error) from None
-
-
 def unwritable(error: Exception) -> Refused:
     """The refusal of a request for which the disk, or the database, has no room, or an error."""
     logger.warning("files and batches cannot be written: %s", error)
@@ -146,3 +137,12 @@ def unwritable(error: Exception) -> Refused:
         return Refused(507, problem, kind="server_error", code="insufficient_storage")
     problem = "the server's disk does not take files and batches; its log says why"
     return Refused(500, problem, kind="server_error", code="storage_failed")
+
+
+@contextlib.contextmanager
+def errors_of_the_disk(refusal: Callable[[Exception], Refused] = unwritable) -> Iterator[None]:
+    """Errors of the disk, or of the database, as a refusal of the one request that met them."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise refusal(error) from None

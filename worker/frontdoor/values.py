@@ -68,6 +68,20 @@ def keys_within(path: str, value: Mapping[str, Any], known: Collection[str]) -> 
             raise FieldRefused(f"{path}.{printable(key)}", f"unknown field; known are {', '.join(known)}")
 
 
+def metadata(value: Any) -> Object:
+    """``metadata`` within the bounds of OpenAI's API. Raises `FieldRefused`."""
+    found = object_of("metadata", value)
+    if len(found) > 16:
+        raise FieldRefused("metadata", f"must have at most 16 pairs, got {len(found)}")
+    for key, each in found.items():
+        path = f"metadata.{printable(key)}"
+        if len(key) > 64:
+            raise FieldRefused(path, f"must have a key of at most 64 characters, got {len(key)}")
+        if len(text(path, each)) > 512:
+            raise FieldRefused(path, f"must have at most 512 characters, got {len(each)}")
+    return found
+
+
 def cache_control(path: str, value: Mapping[str, Any]) -> None:
     """Check the hint for a cache that a block or a tool has. Raises `FieldRefused`."""
     given = value.get("cache_control")

@@ -24,6 +24,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.chain_members import other_members
 from worker.engines.embedded.companions import share_row
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.plan import Request
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
@@ -56,7 +57,7 @@ class Decision:
     ruled_out_by: str | None
 
 
-class DecisionTap:
+class DecisionTap(LogitsTap):
     """A `LogitsTap` that makes each decision of a request whose tokens are forced.
 
     Args:
@@ -69,20 +70,12 @@ class DecisionTap:
     """
 
     wants_generated = True
-    wants_prompt = False
-    first_wanted = 0
 
     def __init__(self, tokens: Sequence[int], chain: ProcessorChain, never_ids: Sequence[int]) -> None:
         self._tokens = tokens
         self._chain = chain
         self._never = list(never_ids)
         self.decisions: list[Decision] = []
-
-    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Ignore the row; only those of the answer are wanted."""
-
-    def start_over(self) -> None:
-        """Does nothing: nothing of other weights is kept."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled."""

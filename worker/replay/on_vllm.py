@@ -17,7 +17,7 @@ from worker.errors import ConfigurationError, InvalidRequest
 from worker.installation import check_engine
 from worker.processors.builder import ServedChainBuilder, make_chain_builder
 from worker.replay.run import Replayed, prepared
-from worker.requests.receipts import ServerRecord, digest_of_model, sampled_ids
+from worker.requests.receipts import ServerRecord, digest_of_model
 from worker.sampling import SamplingParams
 
 
@@ -54,7 +54,7 @@ class StartedEngine:
         tokens: list[int] = []
         async with contextlib.aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
-                tokens += sampled_ids(delta)
+                tokens += delta.sampled_ids
                 if len(tokens) >= num_tokens:
                     return Replayed(tokens[:num_tokens], None)
                 if delta.error is not None:

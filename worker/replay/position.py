@@ -11,6 +11,7 @@ import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, apply_plan
 from worker.engines.embedded.companions import share_row
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.rows import controls_of
 from worker.engines.embedded.sampling.truncation import group_rows, truncate_and_sample
@@ -68,7 +69,7 @@ class Position:
     token_id: int | None = None
 
 
-class PositionTap:
+class PositionTap(LogitsTap):
     """A `LogitsTap` that applies a second copy of a request's processors one by one.
 
     Args:
@@ -83,8 +84,6 @@ class PositionTap:
     """
 
     wants_generated = True
-    wants_prompt = False
-    first_wanted = 0
 
     def __init__(
         self,
@@ -102,12 +101,6 @@ class PositionTap:
         self._rows: list[torch.Tensor] = []  # of the last position, until its token is known
         self.positions: list[Position] = []
         share_row(copy.chain, request.chain)
-
-    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Ignore the row; only those of the answer are wanted."""
-
-    def start_over(self) -> None:
-        """Does nothing: nothing of other weights is kept."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """The row ``[V]`` from which the token at `position` is sampled, perhaps once more."""

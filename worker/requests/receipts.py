@@ -60,14 +60,6 @@ class TokenDigest:
         return self._hash.hexdigest()
 
 
-def sampled_ids(delta: TokenDelta) -> list[int]:
-    """The ids that were sampled, with the end token that the answer does not show."""
-    ends = delta.finish_reason == "stop" and delta.stop_reason is not None
-    if ends and delta.stop_reason is not None and delta.token_ids[-1:] != [delta.stop_reason]:
-        return [*delta.token_ids, delta.stop_reason]
-    return delta.token_ids
-
-
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
     """Record of the worker that served a request.
@@ -161,7 +153,7 @@ class RequestReceipt:
 
     def take(self, delta: TokenDelta) -> None:
         """Count a delta of the engine's."""
-        self._answer.update(sampled_ids(delta))
+        self._answer.update(delta.sampled_ids)
         self._weights.take(delta.weights)
         at_string = delta.finish_reason == "stop" and delta.stop_reason is None
         self._counted = delta.receipt if at_string else None  # it may count what was sampled behind the string

@@ -10,7 +10,7 @@ from worker.engines.weights import ABORTED
 from worker.errors import RequestAborted, RequestFailed
 from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, end_json, scores_json
-from worker.requests.receipts import CHANNEL, RequestReceipt, sampled_ids
+from worker.requests.receipts import CHANNEL, RequestReceipt
 from worker.requests.request import GenerationRequest
 from worker.requests.rollout import ABORT, CUT_OFF, RolloutData
 from worker.requests.token_weights import WEIGHTS, TokenWeights
@@ -96,7 +96,7 @@ class ResponseBuilder:
             self._reasoning.feed(chunk["token_ids"])
         data = self._data(delta, shown)
         if delta.weights or (self.weights.entries and delta.finish_reason is not None):
-            hidden = len(sampled_ids(delta)) - shown if self._rollout.is_wanted else 0  # an end token
+            hidden = len(delta.sampled_ids) - shown if self._rollout.is_wanted else 0  # an end token
             data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens + hidden)
         if self._tells_digests and chunk["token_ids"]:
             weights = self.weights.digest

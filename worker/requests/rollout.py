@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from worker.engines import LEAST_LOGPROB, TokenDelta, TokenLogprob
-from worker.requests.receipts import sampled_ids
 from worker.requests.request import GenerationRequest
 
 ROLLOUT = "rollout"
@@ -68,7 +67,7 @@ class RolloutData:
 
         The end of an answer without a token has them, too: it was aborted, or its deadline came.
         """
-        ids = sampled_ids(delta) if self.is_wanted else []
+        ids = delta.sampled_ids if self.is_wanted else []
         if not ids and (not self.is_wanted or delta.finish_reason is None or self._prompt is None):
             return {}
         data: dict[str, Any] = {} if self._prompt is None else {PROMPT_TOKEN_IDS: list(self._prompt)}

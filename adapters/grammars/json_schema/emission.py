@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from adapters.grammars.json_schema.arrays import Arrays
@@ -63,11 +64,18 @@ def lark_grammar(schema: Any, *, compact: bool | None = None) -> str:
     Raises:
         SchemaRefused: it is malformed, no value meets it, or it cannot be enforced exactly.
     """
+    with limited_document():
+        found = Grammar(schema, _is_compact(schema, compact))
+        # As llguidance's own: within another grammar there is none before the first token.
+        return found.lark(before=f"/{_WHITE_SPACE}+/? " if compact is False else "")
+
+
+@contextmanager
+def limited_document() -> Iterator[None]:
+    """Limits the work on one document. Raises `SchemaRefused` for one beyond a limit."""
     try:
         with limited(MAX_WORK):
-            found = Grammar(schema, _is_compact(schema, compact))
-            # As llguidance's own: within another grammar there is none before the first token.
-            return found.lark(before=f"/{_WHITE_SPACE}+/? " if compact is False else "")
+            yield
     except TooComplex as error:
         raise SchemaRefused(f"#: a pattern {error}") from None
     except RecursionError:

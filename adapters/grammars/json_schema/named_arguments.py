@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from adapters.calls.xml_values import TAGS, Kind, TagNotation, Tags, no_strings
 from adapters.grammars.json_schema.decimals import Numbers
-from adapters.grammars.json_schema.emission import MAX_WORK, Grammar
+from adapters.grammars.json_schema.emission import Grammar, limited_document
 from adapters.grammars.json_schema.goals import ReachableGoals
 from adapters.grammars.json_schema.grammar_shapes import GrammarShape, Object
-from adapters.grammars.json_schema.patterns import ANYTHING, Language, TooComplex, limited
+from adapters.grammars.json_schema.patterns import ANYTHING, Language
 from adapters.grammars.json_schema.scalars import Words
 from adapters.grammars.json_schema.sequences import MemberSequence
 from adapters.grammars.json_schema.shapes import TRUE, Booleans, Goal, Items, Null, SchemaRefused, Texts
@@ -42,17 +42,12 @@ def arguments_grammar(schema: Any, notation: Notation) -> str:
     Raises:
         SchemaRefused: it is malformed, or cannot be enforced exactly in this notation.
     """
-    try:
-        with limited(MAX_WORK):
-            if notation == "python":
-                return _PythonArguments(schema, compact=True).lark()
-            if notation == "keywords":
-                return _KeywordArguments(schema, compact=True).lark()
-            return _TaggedArguments(schema, TAGS[notation]).lark()
-    except TooComplex as error:
-        raise SchemaRefused(f"#: a pattern {error}") from None
-    except RecursionError:
-        raise SchemaRefused("#: is nested too deeply") from None
+    with limited_document():
+        if notation == "python":
+            return _PythonArguments(schema, compact=True).lark()
+        if notation == "keywords":
+            return _KeywordArguments(schema, compact=True).lark()
+        return _TaggedArguments(schema, TAGS[notation]).lark()
 
 
 def argument_kinds(schema: Any) -> dict[str, frozenset[Kind]]:
@@ -64,13 +59,8 @@ def argument_kinds(schema: Any) -> dict[str, frozenset[Kind]]:
     Raises:
         SchemaRefused: as `arguments_grammar`.
     """
-    try:
-        with limited(MAX_WORK):
-            return _kinds_of(ReachableGoals(schema))
-    except TooComplex as error:
-        raise SchemaRefused(f"#: a pattern {error}") from None
-    except RecursionError:
-        raise SchemaRefused("#: is nested too deeply") from None
+    with limited_document():
+        return _kinds_of(ReachableGoals(schema))
 
 
 def _kinds_of(goals: ReachableGoals) -> dict[str, frozenset[Kind]]:

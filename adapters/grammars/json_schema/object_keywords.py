@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from adapters.grammars.json_schema.documents import inside
@@ -106,19 +107,7 @@ def _property_names(solver: Solver, schema: dict[str, Any], place: str, _: str, 
     return TOP if keys is ANYTHING else instead([Members(keys=(keys,))], Members)
 
 
-def _dependencies(solver: Solver, schema: dict[str, Any], place: str, outer: str, holds: bool) -> Shapes:
-    return _dependent(solver, schema, "dependencies", place, outer, holds)
-
-
-def _dependent_required(solver: Solver, schema: dict[str, Any], place: str, outer: str, holds: bool) -> Shapes:
-    return _dependent(solver, schema, "dependentRequired", place, outer, holds)
-
-
-def _dependent_schemas(solver: Solver, schema: dict[str, Any], place: str, outer: str, holds: bool) -> Shapes:
-    return _dependent(solver, schema, "dependentSchemas", place, outer, holds)
-
-
-def _dependent(solver: Solver, schema: dict[str, Any], keyword: str, place: str, outer: str, holds: bool) -> Shapes:
+def _dependent(keyword: str, solver: Solver, schema: dict[str, Any], place: str, outer: str, holds: bool) -> Shapes:
     """If there is a member, the others or the schema that it needs."""
     found = TOP if holds else ()
     for name, needed in map_of(schema[keyword], place).items():
@@ -183,9 +172,7 @@ OBJECT_KEYWORDS: Mapping[str, Rule] = {
     "minProperties": _min_properties,
     "maxProperties": _max_properties,
     "propertyNames": _property_names,
-    "dependencies": _dependencies,
-    "dependentRequired": _dependent_required,
-    "dependentSchemas": _dependent_schemas,
     "unevaluatedProperties": _unevaluated_properties,
+    **{keyword: partial(_dependent, keyword) for keyword in ("dependencies", "dependentRequired", "dependentSchemas")},
 }
 """The rule of each keyword; those of one rule say one thing together."""

@@ -23,6 +23,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import CompanionProcessor
 from worker.engines.embedded.draft_model import DraftModel
 from worker.engines.embedded.kv_cache import KvCache
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.plan import Plan, Request
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
@@ -31,7 +32,7 @@ FIELD = "logits_processors"
 """Head of the path in errors about a companion."""
 
 
-class CompanionRows:
+class CompanionRows(LogitsTap):
     """Rows of a companion that the newest step computed, those of drafted tokens among them: its
     `LogitsTap`, and the `SecondRow` of its owner's chain.
 
@@ -40,19 +41,11 @@ class CompanionRows:
     """
 
     wants_generated = True
-    wants_prompt = False
-    first_wanted = 0
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
         self._first = -1
         self._rows = torch.empty(0)
-
-    def see_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Does nothing: they are not wanted."""
-
-    def start_over(self) -> None:
-        """Does nothing: nothing of other weights is kept."""
 
     def see_generated(self, position: int, logits: torch.Tensor) -> None:
         """Keep the row ``[V]`` for the companion's token at `position`, and no other."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 
-class LogitsTap(Protocol):
-    """Observer of a request's logits as the model computed them, before any control.
+class LogitsTap:
+    """Observer of a request's logits as the model computed them, before any control. This one wants
+    none of them.
 
     It must not keep or change the tensors, which may be on a device. What it raises ends its own
     request with an error, and nothing else.
@@ -18,14 +17,15 @@ class LogitsTap(Protocol):
         first_wanted: The first token whose row `see_prompt` wants.
     """
 
-    wants_generated: bool
-    first_wanted: int
+    wants_generated: bool = False
+    first_wanted: int = 0
 
     @property
     def wants_prompt(self) -> bool:
         """Whether rows of prompt tokens are still wanted; until then, no prefix hit leads further
         than `first_wanted`.
         """
+        return False
 
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Rows ``[n, V]`` of the tokens from `start` on, few at a time.

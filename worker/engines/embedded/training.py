@@ -19,6 +19,7 @@ from worker.engines import EngineRequest
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.config import EmbeddedConfig
 from worker.engines.embedded.host import in_own_thread
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.model import HfModel
 from worker.engines.embedded.model.checkpoint_files import read_settings
 from worker.engines.embedded.model.kernels import choose_kernels
@@ -209,7 +210,7 @@ class ExactLogprobs:
         return [row[most - len(one.token_ids) :] for row, one in zip(rows, rollouts, strict=True)]
 
 
-class _AnswerTap:
+class _AnswerTap(LogitsTap):
     """A `LogitsTap` that keeps the log probability of each token of an answer.
 
     Args:
@@ -222,8 +223,6 @@ class _AnswerTap:
         logprobs: Log probabilities of the tokens whose logits have been seen.
         token_ids: The same.
     """
-
-    wants_generated = False
 
     def __init__(self, first: int, token_ids: list[int], never: Sequence[int], controls: Controls | None) -> None:
         self.token_ids = token_ids
@@ -248,12 +247,6 @@ class _AnswerTap:
             self._kept.append(distributions != -torch.inf)
         found = token_logprobs(distributions, followed, [0] * len(followed))
         self.logprobs += [one[0].logprob for one in found]
-
-    def start_over(self) -> None:
-        """Does nothing: nothing of other weights is kept."""
-
-    def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        """Does nothing: they are not wanted."""
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits` ``[n, V]`` of all tokens, with -inf for tokens that could not be sampled."""

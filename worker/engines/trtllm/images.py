@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
-from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels, data_url
+from worker.engines.images import FIELD, ImageInput, ImageSources, data_url, file_of
 from worker.engines.request import EngineRequest
 from worker.engines.trtllm.capabilities import Package
 from worker.engines.trtllm.params import NativeRequest
@@ -58,10 +55,7 @@ class Images:
         if request.generated_token_ids:
             problem = "cannot go on after a migration: TensorRT-LLM writes a prompt with pictures anew"
             raise InvalidRequest(FIELD, problem)
-        for image in request.images:
-            self._sources.check(image)
-        await asyncio.to_thread(check_pixels, request.images)
-        pictures = await asyncio.gather(*map(self._read, request.images))
+        pictures = await self._sources.load(request.images, self._read)
         inputs = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": pictures}}
         if not hasattr(self._llm, "preprocess"):
             return inputs
@@ -71,15 +65,11 @@ class Images:
         except Exception as error:  # the boundary of the model's own processor
             raise InvalidRequest(FIELD, f"the model's processor refuses the prompt: {one_line(error)}") from error
 
-    async def _read(self, image: ImageInput) -> Any:
-        try:
-            url = urlsplit(image.url)
-            if url.scheme == "file":
-                content = await asyncio.to_thread(Path(url2pathname(url.path)).read_bytes)
-                return await self._load(data_url(content), format="pil")
-            return await self._load(image.url, format="pil")
-        except Exception as error:  # the library's loader: whatever a file runs into
-            raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
+    async def _read(self, url: str) -> Any:
+        file = file_of(url)
+        if file is not None:
+            url = data_url(await asyncio.to_thread(file.read_bytes))
+        return await self._load(url, format="pil")
 
 
 def check_controls(made: NativeRequest, images: Sequence[ImageInput]) -> None:

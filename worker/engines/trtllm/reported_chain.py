@@ -61,9 +61,7 @@ class ReportedChain:
             The failure, where the chain missed a token or took too long; the delta is void then.
         """
         logprobs: list[list[TokenLogprob]] = []
-        hidden = delta.finish_reason == "stop" and delta.token_ids[-1:] != [delta.stop_reason]
-        ended_by = [delta.stop_reason] if hidden and delta.stop_reason is not None else []
-        for token_id in [*delta.token_ids, *ended_by]:
+        for token_id in delta.sampled_ids:
             problem = self._record(token_id, logprobs)
             if problem is not None:
                 return problem

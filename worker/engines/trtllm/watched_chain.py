@@ -42,9 +42,7 @@ class WatchedChain:
             complete; the delta is void then.
         """
         (member,) = self.chain.members
-        hidden = delta.finish_reason == "stop" and delta.token_ids[-1:] != [delta.stop_reason]
-        ended_by = [delta.stop_reason] if hidden and delta.stop_reason is not None else []
-        for token_id in [*delta.token_ids, *ended_by]:
+        for token_id in delta.sampled_ids:
             self.chain.accept(token_id, self.chain.position)
             member.processor.catch_up()
             if member.processor.is_violated:  # type: ignore[attr-defined]  # a GrammarProcessor

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from adapters.chain import ProcessorChain
-from worker.engines.images import FIELD, ImageInput, ImageSources, check_pixels
+from worker.engines.images import FIELD, ImageInput, ImageSources, file_of
 from worker.errors import InvalidRequest, StartupError, one_line
 
 _PROCESSORS = "vllm.multimodal"
@@ -43,20 +39,12 @@ class Images:
         self._loader = connector(allowed_local_media_path=directory, allowed_media_domains=sorted(sources.hosts))
 
     async def load(self, images: Sequence[ImageInput]) -> list[Any]:
-        """The pictures, in order. Raises `InvalidRequest` for one that cannot be read."""
-        for image in images:
-            self._sources.check(image)
-        await asyncio.to_thread(check_pixels, images)
-        return await asyncio.gather(*map(self._read, images))
+        """See `ImageSources.load`."""
+        return await self._sources.load(images, self._load)
 
-    async def _read(self, image: ImageInput) -> Any:
-        try:
-            url = urlsplit(image.url)
-            is_file = url.scheme == "file"  # whose host, this machine, is part of the path to vLLM's loader
-            named = Path(url2pathname(url.path)).as_uri() if is_file else image.url
-            return await self._loader.fetch_image_async(named)
-        except Exception as error:  # the library's loader: whatever a file or a host runs into
-            raise InvalidRequest(image.path, f"is no picture that can be read: {one_line(error)}") from error
+    async def _load(self, url: str) -> Any:
+        file = file_of(url)  # whose host, this machine, is part of the path to vLLM's loader
+        return await self._loader.fetch_image_async(url if file is None else file.as_uri())
 
 
 def check_room(chain: ProcessorChain | None, max_tokens: int | None, num_prompt_tokens: int, context: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from worker.frontdoor.batches.objects import INPUT, OUTPUT
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.values import printable
+from worker.frontdoor.values import metadata, printable
 
 WINDOWS_S = {"24h": 24 * 3600}
 """Completion windows, and their seconds."""
@@ -20,9 +20,6 @@ batches.
 """
 
 LEAST_LIFETIME_S, MOST_LIFETIME_S = 3600, 30 * 24 * 3600
-MOST_PAIRS, MOST_KEY, MOST_VALUE = 16, 64, 512
-"""Pairs of ``metadata``, and characters of their keys and values, as OpenAI has it."""
-
 MOST_FILES, MOST_BATCHES = 10_000, 100
 """Largest ``limit`` of a list."""
 
@@ -71,20 +68,8 @@ def new_batch(fields: Mapping[str, Any], endpoints: Collection[str]) -> NewBatch
     lifetime_s = DEFAULT_LIFETIME_S
     if fields.get("output_expires_after") is not None:
         lifetime_s = _lifetime_s("output_expires_after", fields["output_expires_after"])
-    return NewBatch(file_id, endpoint, window, _metadata(fields.get("metadata")), lifetime_s)
-
-
-def _metadata(given: Any) -> Mapping[str, str] | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict) or len(given) > MOST_PAIRS:
-        raise FieldRefused("metadata", f"must be an object of at most {MOST_PAIRS} pairs")
-    for key, value in given.items():
-        if len(key) > MOST_KEY:
-            raise FieldRefused(f"metadata.{printable(key)}", f"must be a key of at most {MOST_KEY} characters")
-        if not isinstance(value, str) or len(value) > MOST_VALUE:
-            raise FieldRefused(f"metadata.{printable(key)}", f"must be a string of at most {MOST_VALUE} characters")
-    return given
+    given = None if fields.get("metadata") is None else metadata(fields["metadata"])
+    return NewBatch(file_id, endpoint, window, given, lifetime_s)
 
 
 def _lifetime_s(name: str, given: Any) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -21,7 +21,7 @@ from worker.frontdoor.batches.running_batch import Ask
 from worker.frontdoor.batches.store import Store
 from worker.frontdoor.batches.store_thread import StoreThread
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.uploads import Upload, Uploads, unwritable
+from worker.frontdoor.uploads import Upload, Uploads, errors_of_the_disk
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class BatchService:
         Raises:
             Refused: 400, 413 or 415, the upload is malformed or too large; 507, the disk is full.
         """
-        with _errors_of_the_disk():
+        with errors_of_the_disk():
             copying = asyncio.create_task(asyncio.to_thread(_content, upload.path, content_type))
             try:
                 content, filename, lifetime_s = await asyncio.shield(copying)
@@ -121,7 +121,7 @@ class BatchService:
 
     async def files(self, owner: str, listing: Listing) -> Page[StoredFile]:
         """A part of the files of a client. Raises `Refused` (400)."""
-        with _errors_of_the_disk(unreadable):
+        with errors_of_the_disk(unreadable):
             return await self._store.do(
                 self._store.files.page,
                 owner,
@@ -133,7 +133,7 @@ class BatchService:
 
     async def file(self, owner: str, file_id: str) -> StoredFile:
         """A file of a client. Raises `Refused` (404)."""
-        with _errors_of_the_disk(unreadable):
+        with errors_of_the_disk(unreadable):
             return await self._store.do(self._store.files.get, owner, file_id)
 
     async def open_content(self, owner: str, file_id: str) -> BinaryIO:
@@ -142,12 +142,12 @@ class BatchService:
         Raises:
             Refused: 404, there is none; 500, it is damaged.
         """
-        with _errors_of_the_disk(unreadable):
+        with errors_of_the_disk(unreadable):
             return await self._store.do(self._store.files.open_content, owner, file_id)
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Delete a file of a client. Raises `Refused` (404, or 400 while a batch reads it)."""
-        with _errors_of_the_disk():
+        with errors_of_the_disk():
             await self._store.do(self._store.files.delete, owner, file_id)
 
     async def add_batch(self, owner: str, new: NewBatch) -> StoredBatch:
@@ -163,17 +163,17 @@ class BatchService:
             self._runner.begin(batch)
             return batch
 
-        with _errors_of_the_disk():
+        with errors_of_the_disk():
             return await self._whole(begun())
 
     async def batches(self, owner: str, listing: Listing) -> Page[StoredBatch]:
         """A part of the batches of a client. Raises `Refused` (400)."""
-        with _errors_of_the_disk(unreadable):
+        with errors_of_the_disk(unreadable):
             return await self._store.do(self._store.batches.page, owner, after=listing.after, limit=listing.limit)
 
     async def batch(self, owner: str, batch_id: str) -> StoredBatch:
         """A batch of a client. Raises `Refused` (404)."""
-        with _errors_of_the_disk(unreadable):
+        with errors_of_the_disk(unreadable):
             return await self._store.do(self._store.batches.get, owner, batch_id)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> StoredBatch:
@@ -184,7 +184,7 @@ class BatchService:
             self._runner.stop(batch_id)
             return batch
 
-        with _errors_of_the_disk():
+        with errors_of_the_disk():
             return await self._whole(stopped())
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
@@ -237,12 +237,3 @@ def unreadable(error: Exception) -> Refused:
     logger.error("files and batches cannot be read: %s", error)
     problem = "the server's disk does not give back its files and batches; its log says why"
     return Refused(500, problem, kind="server_error", code="storage_failed")
-
-
-@contextlib.contextmanager
-def _errors_of_the_disk(refusal: Callable[[Exception], Refused] = unwritable) -> Iterator[None]:
-    """Errors of the disk as a refusal of the one request that met them."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        raise refusal(error) from None

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from worker.frontdoor.asking import Caller
-from worker.frontdoor.chat_stream import AnswerFailed
 from worker.frontdoor.completions.asked import num_prompt_logprobs
 from worker.frontdoor.completions.prompt_answer import Chunk, no_scores
 from worker.frontdoor.completions.prompt_scores import SCORE_BYTES, PromptScores, WorkerData
@@ -47,7 +46,7 @@ async def with_scores(
         data: Puts token ids into them.
 
     Raises:
-        AnswerFailed: no chunk has the log probabilities that were asked for.
+        Refused: no chunk has the log probabilities that were asked for.
     """
     count = num_prompt_logprobs(fields)
     is_scored = count is None
@@ -62,4 +61,4 @@ async def with_scores(
             is_scored = is_scored or any(one.get("finish_reason") == ABORT for one in chunk.get("choices") or ())
             yield chunk
     if not is_scored:
-        raise AnswerFailed(no_scores())
+        raise no_scores()

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from worker.frontdoor.asking import Caller, Part
-from worker.frontdoor.chat_stream import AnswerFailed, chat, joined_extensions
+from worker.frontdoor.chat_stream import chat, joined_extensions
 from worker.frontdoor.completions.asked import Asked
 from worker.frontdoor.completions.openai_logprobs import extend
 from worker.frontdoor.completions.prompt_answer import Chunk, PromptAnswer
 from worker.frontdoor.completions.prompt_scores import SCORE_BYTES, num_scores
-from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange, server_sent
+from worker.frontdoor.exchange import DONE, Exchange, error_event
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.returned_tokens import join_returned, joined_nvext
 from worker.frontdoor.usage import usage_of_prompts
@@ -67,23 +66,12 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
         if not exchange.has_begun:
             same.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
             same.pop("prompt_logprobs", None)
-            await exchange.begin_events()
         first = {name: same[name] for name in ("id", "created") if name in same}
         await exchange.send_event(same | chunk | first)
 
-    try:
+    async with exchange.streaming(error_event):
         yield send
-    except AnswerFailed as failed:
-        if not exchange.has_begun:
-            raise failed.refused from None
-        await exchange.send(server_sent(failed.refused.content()))
-    except Refused as refused:
-        if not exchange.has_begun:
-            raise
-        await exchange.send(server_sent(refused.content()))
-    else:
-        await exchange.send(b"data: [DONE]\n\n")
-    await exchange.end()
+        await exchange.send(DONE)
 
 
 async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
@@ -99,10 +87,7 @@ async def _whole(caller: Caller, asked: Asked) -> dict[str, Any]:
             answer.update(chunk)
         _join(choices.setdefault(choice["index"], {}), choice)
 
-    try:
-        answer["usage"] = await _each_chunk(caller, asked, take)
-    except AnswerFailed as failed:
-        raise failed.refused from None
+    answer["usage"] = await _each_chunk(caller, asked, take)
     answer["choices"] = [choices[index] for index in sorted(choices)]
     return answer | joined_extensions(extensions, choices)
 
@@ -123,7 +108,7 @@ async def _each_chunk(caller: Caller, asked: Asked, take: Take) -> dict[str, Any
     """Ask for all prompts of a completion, and give each chunk to `take`; returns the usage.
 
     Raises:
-        Refused, AnswerFailed: one of them failed, and the others have been given up.
+        Refused: one of them failed, and the others have been given up.
     """
     answers = [PromptAnswer(asked, index) for index in range(len(asked.prompts))]
     limit = asyncio.Semaphore(AT_ONCE)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.fields import CHAT, TABLES, ClientField, Fate
+from worker.frontdoor.fields import CHAT, TABLES, ClientField
 from worker.frontdoor.routes import COUNT_TOKENS, MESSAGES
 from worker.frontdoor.values import printable
+from worker.requests.fields import Fate
 from worker.sampling import SamplingParams, sampling_controls
 
 _BOTH = (MESSAGES, COUNT_TOKENS)

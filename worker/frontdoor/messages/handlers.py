@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from worker.frontdoor.chat_stream import AnswerFailed, chat
+from worker.frontdoor.chat_stream import chat
 from worker.frontdoor.error_forms import error_content
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import Exchange
@@ -47,17 +47,13 @@ async def count_tokens(exchange: Exchange) -> None:
 
 
 async def _stream(exchange: Exchange, batches: AsyncIterator[list[Event]]) -> None:
-    try:
+    def failed(refused: Refused) -> bytes:
+        return server_sent([error_content(refused, "anthropic", exchange.request_id)])
+
+    async with exchange.streaming(failed):
         async for events in batches:
-            if not exchange.has_begun:
-                await exchange.begin_events()
             if events:
                 await exchange.send(server_sent(events))
-    except Refused as refused:
-        if not exchange.has_begun:
-            raise
-        await exchange.send(server_sent([error_content(refused, "anthropic", exchange.request_id)]))
-    await exchange.end()
 
 
 async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenerator[list[Event]]:
@@ -71,8 +67,6 @@ async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenera
         async with aclosing(chat(exchange, request.chat)) as chunks:
             async for chunk in chunks:
                 yield events.take(chunk)
-    except AnswerFailed as failed:
-        raise request.paths.renamed(failed.refused) from None
     except Refused as refused:
         raise request.paths.renamed(refused) from None
     yield events.end(deadline_of(request.chat, exchange.head.headers))
@@ -81,8 +75,7 @@ async def _events(exchange: Exchange, request: TranslatedRequest) -> AsyncGenera
 async def _translated(exchange: Exchange, translate: Callable[..., TranslatedRequest]) -> TranslatedRequest:
     """The chat of the request; of a large one, made outside the event loop. Raises `Refused`."""
     models_think = exchange.door.options.dyn_reasoning_parser is not None
-    make = partial(translate, exchange.fields(), models_think=models_think)
     try:
-        return await exchange.door.rewriting.by_size(exchange.request.label, len(exchange.body), make)
+        return await exchange.read(partial(translate, models_think=models_think))
     except RecursionError:
         raise Refused(400, TOO_DEEP) from None

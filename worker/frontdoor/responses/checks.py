@@ -10,7 +10,7 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_types import count, is_one_of, truth
 from worker.frontdoor.responses.kinds import FORMATS, INCLUDES, LOGPROBS, kind_at
-from worker.frontdoor.values import printable, shown
+from worker.frontdoor.values import shown
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning.effort``: those that Dynamo's frontend knows."""
@@ -38,15 +38,7 @@ def top_logprobs(value: Any, body: Body) -> None:
 
 def metadata(value: Any, body: Body) -> None:
     """Refuse metadata that OpenAI's API refuses."""
-    values.object_of("metadata", value)
-    if len(value) > 16:
-        raise FieldRefused("metadata", f"must have at most 16 pairs, got {len(value)}")
-    for key, each in value.items():
-        path = f"metadata.{printable(key)}"
-        if len(key) > 64:
-            raise FieldRefused(path, f"must have a key of at most 64 characters, got {len(key)}")
-        if len(values.text(path, each)) > 512:
-            raise FieldRefused(path, f"must have at most 512 characters, got {len(each)}")
+    values.metadata(value)
 
 
 def background(value: Any, body: Body) -> None:

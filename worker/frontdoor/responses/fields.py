@@ -12,10 +12,11 @@ from typing import Any
 from worker.frontdoor import field_types
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body, Check
-from worker.frontdoor.fields import CHAT, TABLES, ClientField, Fate
+from worker.frontdoor.fields import CHAT, TABLES, ClientField
 from worker.frontdoor.responses import checks
 from worker.frontdoor.responses.kinds import LOGPROBS
 from worker.frontdoor.values import printable
+from worker.requests.fields import Fate
 
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from worker.frontdoor.asking import Caller
-from worker.frontdoor.chat_stream import AnswerFailed, chat
+from worker.frontdoor.chat_stream import chat
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.exchange import server_sent
 from worker.frontdoor.field_checks import Body
@@ -55,8 +55,8 @@ class Generation:
                     first = [] if begun else [*answer.begun()]
                     begun = True
                     yield [*first, *answer.events(chunk)]
-        except (AnswerFailed, Refused) as error:
-            refused = self.request.origins.of_client(error.refused if isinstance(error, AnswerFailed) else error)
+        except Refused as error:
+            refused = self.request.origins.of_client(error)
             if not begun:
                 raise refused from None
             last = [*answer.failed(refused)]

@@ -80,7 +80,6 @@ async def _send_as_generated(exchange: Exchange, generation: Generation) -> None
     async with aclosing(generation.events()) as batches:
         async for events in batches:
             if not exchange.has_begun:
-                await exchange.begin_events()
                 await exchange.send(b"".join(map(as_sent, first)))
             if generation.answer.is_over:
                 generation.keep(events)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.frontdoor.errors import FieldRefused
-from worker.frontdoor.fields import Fate
 from worker.frontdoor.values import shown
+from worker.requests.fields import Fate
 
 
 @dataclass(frozen=True, slots=True)

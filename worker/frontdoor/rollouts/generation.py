@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.frontdoor.asking import Caller
-from worker.frontdoor.chat_stream import AnswerFailed, chat
+from worker.frontdoor.chat_stream import chat
 from worker.frontdoor.completions.prompt_scores import PromptScores, WorkerData
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.fields import COMPLETIONS
@@ -100,19 +100,16 @@ async def generate(
     nvext = with_engine_data(with_annotations(fields.get("nvext"), *annotations))
     asked = {**fields, "nvext": nvext, **({"max_tokens": 1} if is_scored_only else {})}
     found: dict[int, Generated] = {}
-    try:
-        async with aclosing(chat(caller, asked, path=COMPLETIONS)) as chunks:
-            async for chunk in chunks:
-                for one in found.values() if chunk.get("usage") else ():
-                    one.usage = chunk["usage"]
-                for choice in chunk.get("choices") or ():
-                    one = found.setdefault(choice["index"], Generated())
-                    one.take(chunk, choice)
-                    if is_scored_only:
-                        one.drop_answer()
-                    yield choice["index"], one
-    except AnswerFailed as failed:
-        raise failed.refused from None
+    async with aclosing(chat(caller, asked, path=COMPLETIONS)) as chunks:
+        async for chunk in chunks:
+            for one in found.values() if chunk.get("usage") else ():
+                one.usage = chunk["usage"]
+            for choice in chunk.get("choices") or ():
+                one = found.setdefault(choice["index"], Generated())
+                one.take(chunk, choice)
+                if is_scored_only:
+                    one.drop_answer()
+                yield choice["index"], one
     for index, one in found.items():
         yield index, one
 

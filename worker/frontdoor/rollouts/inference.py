@@ -10,7 +10,7 @@ from typing import Any
 from worker.frontdoor.asking import Caller
 from worker.frontdoor.completions.chat_scores import in_vllm_form
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import Exchange, server_sent
+from worker.frontdoor.exchange import DONE, Exchange, error_event, server_sent
 from worker.frontdoor.rollouts.generation import Generated, generate, served_model, spans
 from worker.frontdoor.rollouts.inference_request import NAMES, InferenceRequest, read
 from worker.frontdoor.rollouts.tables import renamed
@@ -67,13 +67,11 @@ _START = (0, 0)
 async def _stream(exchange: Exchange, request: InferenceRequest, choices: Any, same: Answer) -> None:
     sent: dict[int, tuple[int, int]] = {}
     ended: dict[int, Generated] = {}
-    try:
+    async with exchange.streaming(lambda refused: error_event(renamed(refused, NAMES)) + DONE):
         async for index, generated in choices:
             if generated.usage:
                 ended[index] = generated
                 continue
-            if not exchange.has_begun:
-                await exchange.begin_events()
             event = {**same, "choices": [_choice(request, index, generated, sent.get(index, _START))], "usage": None}
             if request.has_prompt and not sent:
                 event["prompt_token_ids"] = generated.prompt_token_ids
@@ -81,12 +79,7 @@ async def _stream(exchange: Exchange, request: InferenceRequest, choices: Any, s
             await exchange.send(server_sent(event))
         if request.has_usage:
             await exchange.send(server_sent({**same, "choices": [], "usage": _usage(ended)}))
-    except Refused as refused:
-        if not exchange.has_begun:
-            raise
-        await exchange.send(server_sent(renamed(refused, NAMES).content()))
-    await exchange.send(b"data: [DONE]\n\n")
-    await exchange.end()
+        await exchange.send(DONE)
 
 
 def _choice(request: InferenceRequest, index: int, generated: Generated, sent: tuple[int, int]) -> Answer:

@@ -15,7 +15,7 @@ from worker.frontdoor.completions.handler import AT_ONCE
 from worker.frontdoor.completions.prompt_scores import PromptScores
 from worker.frontdoor.encoding import FEW
 from worker.frontdoor.errors import FieldRefused, Refused
-from worker.frontdoor.exchange import Exchange, server_sent
+from worker.frontdoor.exchange import DONE, Exchange, error_event
 from worker.frontdoor.rollouts.generation import Generated, generate, served_model
 from worker.frontdoor.rollouts.sglang_request import SglangBatch, SglangRequest, read
 from worker.frontdoor.rollouts.tables import renamed
@@ -39,18 +39,11 @@ async def answer_generate(exchange: Exchange) -> None:
         answers = await _whole(exchange, batch, model)
         await exchange.answer(200, answers if batch.is_batch else answers[0])
         return
-    try:
-        async with aclosing(_together(exchange, batch, model)) as events:
-            async for index, answer in events:
-                if not exchange.has_begun:
-                    await exchange.begin_events()
-                await exchange.send_event({**answer, "index": index} if batch.is_batch else answer)
-    except Refused as refused:
-        if not exchange.has_begun:
-            raise
-        await exchange.send(server_sent(refused.content()))
-    await exchange.send(b"data: [DONE]\n\n")
-    await exchange.end()
+    stream = exchange.streaming(lambda refused: error_event(refused) + DONE)
+    async with stream, aclosing(_together(exchange, batch, model)) as events:
+        async for index, answer in events:
+            await exchange.send_event({**answer, "index": index} if batch.is_batch else answer)
+        await exchange.send(DONE)
 
 
 async def _whole(exchange: Exchange, batch: SglangBatch, model: str) -> list[Answer]:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed, plan_rows, replay_token
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.plan import Edits, Model, Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
 
@@ -39,13 +40,11 @@ def resume(request: Request, model: Model) -> ChainReplay | None:
     return None
 
 
-class ChainReplay:
+class ChainReplay(LogitsTap):
     """A `LogitsTap` that replays a chain on the logits that the answer's tokens were sampled from.
 
     The prefill computes them again. Arguments as `resume`.
     """
-
-    wants_generated = False
 
     def __init__(self, request: Request, model: Model) -> None:
         assert request.chain is not None
@@ -78,9 +77,6 @@ class ChainReplay:
         """Raises `ProcessorFailed`: rows of other weights are not those of the answer so far."""
         name = next(one.name for one in self._chain.members if one.processor.observes_logits)
         raise self._chain.fail(name, "raised", CHANGED)
-
-    def see_generated(self, position: int, logits: torch.Tensor) -> None:
-        """Does nothing: they are not wanted."""
 
     def _replay(self, token_id: int, row: torch.Tensor) -> None:
         row[self._never] = -torch.inf

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from worker.engines import TokenLogprob
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.sampling.logprobs import token_logprobs
 
 _ROWS_AT_ONCE = 32
 """Rows converted to float64 log probabilities at a time; a whole chunk would not fit in memory."""
 
 
-class LogitsCollector:
+class LogitsCollector(LogitsTap):
     """A `LogitsTap` that keeps what one answer's result is made of.
 
     Args:
@@ -35,7 +36,6 @@ class LogitsCollector:
         keep_generated: bool = False,
     ) -> None:
         self.wants_generated = keep_generated
-        self.first_wanted = 0
         self._prompt = list(prompt)
         self._top_n = top_n
         self._never = torch.tensor(never) if never else None
