@@ -30,6 +30,20 @@ def test_relative_links_resolve(page: str) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("folder", ["worker", "adapters", "launch", "scripts", "k8s", "examples", "benchmarks"])
+def test_pages_that_code_names_exist(folder: str) -> None:
+    """Errors, options and comments refer to documents by their path."""
+    files = [
+        path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in (".so", ".pyc", ".md")
+    ]
+    named = {
+        page
+        for path in files
+        for page in re.findall(r"(?<![\w/.-])docs/[\w/-]+\.md", path.read_text(encoding="utf-8", errors="replace"))
+    }
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
+
+
 def test_readme_is_short_and_fits_into_100_columns() -> None:
     lines = text_of("README.md").splitlines()
     assert [line for line in lines if len(line) > MAX_COLUMNS] == []

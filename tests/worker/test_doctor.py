@@ -9,6 +9,7 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -153,6 +154,13 @@ def test_requirements_are_those_of_the_distribution() -> None:
     assert found["packages"].level == "ok"
     assert found["extra trtllm"].level == "note"  # cannot be installed beside the tests
     assert "tensorrt-llm>=" in found["extra trtllm"].found
+
+
+def test_what_pip_cannot_resolve_has_another_mend() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "installation.md").read_text(encoding="utf-8")
+    (extra,) = re.findall(r"all but `(\w+)`, which pip cannot resolve", page)
+    mends = {each.name: each.mend for each in packages()}
+    assert "pip install" not in mends[f"extra {extra}"]
 
 
 def test_a_checkout_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from worker.arguments import parse_arguments
 from worker.engines.images import ImageInput, ImageSources, check_pixels, data_url, image_sources, read_images
 from worker.engines.vllm.images import Images
 from worker.errors import ConfigurationError, InvalidRequest
+from worker.frontdoor.fields import FIELDS as CLIENT_FIELDS
 from worker.requests.request import RequestLimits, parse_request
 
 TEXT_ONLY = RequestLimits(context_length=64, vocab_size=1000)
@@ -47,6 +48,21 @@ def test_an_engine_of_text_refuses_them_by_name() -> None:
     scored = {**asked, "output_options": {"prompt_logprobs": 0}}
     with pytest.raises(InvalidRequest, match=r"^output_options\.prompt_logprobs: cannot be given beside"):
         parse_request(scored, WITH_IMAGES)
+
+
+OF_PICTURES = ["multi_modal_uuids", "mm_routing_info", "mm_processor_kwargs", "media_io_kwargs", "encoder_result"]
+
+
+@pytest.mark.parametrize("path", OF_PICTURES)
+def test_refusals_beside_pictures_do_not_deny_pictures(path: str) -> None:
+    asked = {"token_ids": [5], "multi_modal_data": PICTURE, path: {"a": 1}}
+    with pytest.raises(InvalidRequest, match=f"^{path}: ") as refused:
+        parse_request(asked, WITH_IMAGES)
+    assert "text only" not in refused.value.problem
+
+
+def test_clients_are_not_told_that_text_alone_is_served() -> None:
+    assert [row.name for row in CLIENT_FIELDS if "text only" in row.why] == []
 
 
 @given(value=JSON)

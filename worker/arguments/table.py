@@ -336,7 +336,11 @@ class Arguments:
     endpoint: str = option(
         "generate", "Dynamo endpoint; dyn://namespace.component.endpoint names all three.", env="DYN_ENDPOINT"
     )
-    endpoint_types: str = option("chat,completions", "OpenAI endpoints to serve.", env="DYN_ENDPOINT_TYPES")
+    endpoint_types: str = option(
+        "chat,completions",
+        "OpenAI endpoints to serve: chat, completions, both separated by a comma, or none.",
+        env="DYN_ENDPOINT_TYPES",
+    )
     discovery_backend: str = option(
         "etcd", "Where workers register.", env="DYN_DISCOVERY_BACKEND", choices=("kubernetes", "etcd", "file", "mem")
     )

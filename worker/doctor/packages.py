@@ -25,6 +25,9 @@ EXTRAS = {
 }
 """Extras of the distribution, and what needs each."""
 
+MENDS = {"trtllm": "docs/installation.md says how, which pip cannot resolve"}
+"""Mends of extras that ``pip install`` cannot bring."""
+
 PINS = Path(__file__).parents[2] / "constraints.txt"
 """The versions that every test ran with; beside the package in a checkout, nowhere else."""
 
@@ -85,7 +88,8 @@ def _extra(extra: str, use: str, requirements: list[Requirement]) -> Finding:
     if not problems:
         return Finding(f"extra {extra}", "ok", use)
     found = f"not for {use}: {', '.join(problems)}"
-    return Finding(f"extra {extra}", "note", found, f"pip install '{DISTRIBUTION}[{extra}]', if it is wanted")
+    mend = MENDS.get(extra, f"pip install '{DISTRIBUTION}[{extra}]'")
+    return Finding(f"extra {extra}", "note", found, f"{mend}, if it is wanted")
 
 
 def _engine(name: str, distribution: str, use: str) -> Finding:

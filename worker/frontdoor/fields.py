@@ -58,7 +58,8 @@ class ClientField:
 
 
 _BOTH = (CHAT, COMPLETIONS)
-_TEXT_ONLY = "this worker serves text only"
+_ANSWERS_ARE_TEXT = "answers are text"
+_PREPARED = "the model's own processor prepares pictures"
 _OLD = "is deprecated; use tools and tool_choice"
 _TEMPLATE = "For the chat template."
 _ONE_GUIDE = "At most one guide per request."
@@ -131,8 +132,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "logits_processors",
         _BOTH,
         "honoured",
-        "Not OpenAI's: a list of processors, or an object with them, receipt, deadline, order, speculation and "
-        "prediction (docs/front-door.md).",
+        "Not OpenAI's: a list of processors, or an object with them, receipt, deadline, order, speculation, prediction "
+        "and choice (docs/processors.md).",
         removed=True,
     ),
     _row(
@@ -146,7 +147,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "top_logprobs",
         (CHAT,),
         "honoured",
-        "Alternatives per token. Refused without logprobs: true.",
+        "Alternatives per token, up to 20, or 100 before OpenEngine workers. Refused without logprobs: true.",
         neutral=(0,),  # with which the frontend gives no log probabilities at all
         check=field_checks.top_logprobs,
     ),
@@ -200,8 +201,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         removed=True,
     ),
     _refused("suffix", (COMPLETIONS,), "text after the answer is not supported; Dynamo's frontend drops it", ""),
-    _refused("modalities", (CHAT,), _TEXT_ONLY, [], ["text"]),
-    _refused("audio", (CHAT,), _TEXT_ONLY, {}),
+    _refused("modalities", (CHAT,), _ANSWERS_ARE_TEXT, [], ["text"]),
+    _refused("audio", (CHAT,), _ANSWERS_ARE_TEXT, {}),
     ClientField(
         "web_search_options", (CHAT,), "refused", "there is no web search; Dynamo's frontend drops it", removed=True
     ),
@@ -317,8 +318,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         removed=True,
     ),
     _refused("prompt_embeds", (COMPLETIONS,), "prompts are text or token ids here"),
-    _refused("mm_processor_kwargs", (CHAT,), _TEXT_ONLY, {}),
-    _refused("media_io_kwargs", (CHAT,), _TEXT_ONLY, {}),
+    _refused("mm_processor_kwargs", (CHAT,), _PREPARED, {}),
+    _refused("media_io_kwargs", (CHAT,), _PREPARED, {}),
 )
 
 

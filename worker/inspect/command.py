@@ -91,7 +91,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
         allow_abbrev=False,
         description="Show what each logits processor did at every position of an answer.",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"checkpoint directory, GGUF file, {DEFAULT} or {TINY}")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"directory of a checkpoint, its id, a GGUF file, {DEFAULT} or {TINY}"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="text of the prompt")
     parser.add_argument("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
     parser.add_argument("--processors", metavar="JSON", help="a list of processors, or a selection as in requests")

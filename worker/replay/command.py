@@ -51,9 +51,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
         prog="python -m worker replay RECEIPT.json",
         allow_abbrev=False,
         description="Make one answer again from its receipt, and compare its tokens with those that were recorded.",
-        epilog="The worker's own options may follow: --model-path is needed, default and tiny are the models of the "
-        "launch scripts, and --processor-policy and "
-        "--logits-processor where the worker had them.",
+        epilog="The worker's own options may follow: --model-path is needed, of which default and tiny are the launch "
+        "scripts' models, and --processor-policy and --logits-processor where the worker had them.",
     )
     parser.add_argument("--prompt-file", required=True, type=Path, help="token ids (JSON), a request body, or text")
     way = parser.add_mutually_exclusive_group()

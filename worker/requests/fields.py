@@ -289,7 +289,7 @@ def _refused(path: str, why: str, *neutral: Any) -> Field:
 
 
 _ROUTER = "for the router, which has acted on it"
-_PICTURES = "this worker serves text only"
+_PICTURES = "is not supported: pictures come in multi_modal_data"
 _RENDERED = "The chat again, for workers that make prompts of it; the pictures are in multi_modal_data."
 _BOOTSTRAP = "KV transfer of this kind is not supported: prefill answers before decode begins"
 
@@ -372,7 +372,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("router_config_override", _ROUTER),
     _no_effect("kv_hint", "A hint about reuse of KV blocks; it changes no token."),
     _honoured("require_reasoning", boolean, "A grammar starts after the thinking, if the model has thinking tags."),
-    _no_effect("image_cache_scope", "Scope of cached pictures; " + _PICTURES + "."),
+    _no_effect("image_cache_scope", "Scope of the frontend's cached pictures."),
     _no_effect("routing.backend_instance_id", _ROUTER),
     _no_effect("routing.prefill_worker_id", _ROUTER),
     _no_effect("routing.decode_worker_id", _ROUTER),
@@ -423,7 +423,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _refused("mm_routing_info", _PICTURES),
     _refused("mm_processor_kwargs", _PICTURES),
     _refused("media_io_kwargs", _PICTURES),
-    _refused("encoder_result", _PICTURES),
+    _refused("encoder_result", "there is no encode worker: a worker computes pictures itself"),
     _refused("prompt_embeds", "prompts are token ids here, not embeddings"),
     _refused("generate_request", "the engine-native generate API is not supported"),
     _honoured(

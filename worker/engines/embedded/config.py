@@ -45,8 +45,9 @@ class EmbeddedConfig:
         numerics: ``exact`` (the same tokens in any batch, bit by bit), ``fast``, or ``auto``: exact
             where it costs next to nothing; see `numerics.py`.
         kernels: ``native`` (our own, for a CPU; see `native`), with the fastest instructions that
-            the processor has or, after a hyphen, with those of a path of `native.PATHS`; ``torch``;
-            or ``auto``: native where they were built and are the fastest that the processor can do.
+            the processor has or, after a hyphen, with those of a path of `native.PATHS`; ``triton``
+            (for CUDA); ``torch``; or ``auto``: native where they were built and are the fastest
+            that the processor can do, on CUDA triton where it can compute.
         quantization: Format of the weights of linear layers: ``int8`` or ``int4`` (rounded when
             they are loaded), ``none`` (in `dtype`, dequantised if need be), or ``auto``: the
             checkpoint's.

@@ -66,7 +66,7 @@ OWN: tuple[ClientField, ...] = (
     _row(
         "top_logprobs",
         "honoured",
-        f"Alternatives per token. Refused without {LOGPROBS} in include.",
+        f"Alternatives per token, up to 20, or 100 before OpenEngine workers. Refused without {LOGPROBS} in include.",
         checks.top_logprobs,
     ),
     _row("text", "honoured", "format is below. Refused: verbosity, unless it is medium.", checks.text_config, _BOTH),

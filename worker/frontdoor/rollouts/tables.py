@@ -11,7 +11,7 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.field_types import is_one_of
 from worker.frontdoor.values import printable
 
-TEXT_ONLY = "this worker serves text only"
+TEXT_ONLY = "this endpoint takes text; pictures are parts of a chat"
 
 
 def check_names(
