@@ -12,6 +12,11 @@ KV_TRANSFER_FIELD = "prefill_result.disaggregated_params"
 """The field of a request in which a KV transfer is offered to the decode worker."""
 
 
+PROMPT_TOO_LONG = "prompt is too long:"
+"""Begins the problem of a prompt beyond the context. Clients of Anthropic's API know it by these
+words, those of OpenAI's by "maximum context length", and then ask again with less.
+"""
+
 MAX_PATH = 200
 """Characters of a field's path in an error: its keys may be a client's, of any length."""
 

@@ -83,6 +83,7 @@ async def test_controls_arrive(served: Served) -> None:
     assert await text(**ANSWERS["stop"]) == ""
     assert await text(**ANSWERS["shown stop"]) == "DDD"
     assert set(await text(guided_regex="[ab]{9}")) <= {"a", "b"}
+    assert await text(structured_outputs={"choice": ["cab"]}) == "cab"
     json.loads(await text(response_format={"type": "json_object"}, temperature=0, max_tokens=900))
     whole = await ask(client, **{**SAMPLED, **ANSWERS["processors"]})
     receipt = whole["nvext"]["engine_data"]["logits_processors"]
@@ -139,6 +140,28 @@ async def test_prompts_of_completions(served: Served) -> None:
     assert several["choices"][0]["text"] == text["choices"][0]["text"]
     scored = await ask(client, COMPLETIONS, prompt="Hello world", echo=True, logprobs=1, max_tokens=0)
     assert len(scored["choices"][0]["logprobs"]["tokens"]) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "beside"),
+    [
+        (CHAT, "messages", {}),
+        ("/v1/messages", "messages", {"max_tokens": 5}),
+        ("/v1/responses", "input", {}),
+        (COMPLETIONS, "prompt", {}),
+    ],
+)
+@in_module_loop
+async def test_a_prompt_beyond_the_context(served: Served, path: str, field: str, beside: dict[str, Any]) -> None:
+    """Agents that know an overflow by its code, or by its words, shorten the prompt and go on."""
+    text = "a " * 5000
+    prompt: Any = [{"role": "user", "content": text}] if field == "messages" else text
+    answer = await served[1].post(path, json={"model": "tiny", field: prompt, **beside})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["message"].startswith(f"{field}: prompt is too long: ")
+    assert "this model's maximum context length is" in error["message"]
+    assert (error["details"]["error_code"] if beside else error["code"]) == "context_length_exceeded"
 
 
 INFERENCE = "/inference/v1/generate"

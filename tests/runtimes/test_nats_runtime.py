@@ -223,7 +223,7 @@ async def test_64_at_once(client: WorkerClient) -> None:
         ({"token_ids": [1], "stop_conditions": {"stop": ["\ud800"]}}, "stop_conditions.stop[0]", "half of a surrogate"),
         ({"token_ids": [1], "stop_conditions": {"stop": ["a", ""]}}, "stop_conditions.stop[1]", "that is not empty"),
         ({"messages": "hi"}, "messages", "must be a list of messages"),
-        ({"messages": [{"role": "user", "content": "a " * 4000}]}, "messages", "prompt and answer share a context"),
+        ({"messages": [{"role": "user", "content": "a " * 4000}]}, "messages", "prompt is too long: "),
         ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]", "serves text only"),
         ({"token_ids": [1], "model": "tiny_a_b"}, "model", "must be 'tiny/a.b', got 'tiny_a_b'"),

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from worker.frontdoor.openengine.prompts import Prompts
-from worker.runtimes.direct.contents import fitted, takes_texts
+from worker.runtimes.direct.contents import fitted, normalised, takes_texts
 
 TEXTS = "{% for each in messages %}{{ each.content }}{% endfor %}"
 PARTS = (
@@ -44,6 +44,13 @@ def parts(*texts: str) -> list[dict[str, str]]:
 def test_a_template_takes_texts_unless_it_shows_parts_alone(template: str, expected: bool) -> None:
     assert takes_texts(tokenizer_with(template)) is expected
     assert takes_texts(tokenizer_with(TEXTS), template) is expected
+
+
+def test_messages_are_those_that_templates_know() -> None:
+    user = {"role": "user", "content": None}
+    given = [{"role": "developer", "content": "a"}, {"role": "assistant"}, user, 3]
+    assert normalised(given) == [{"role": "system", "content": "a"}, {"role": "assistant", "content": ""}, user, 3]
+    assert normalised("hello") == "hello"
 
 
 def test_other_contents_stay_as_they_are() -> None:

@@ -182,6 +182,28 @@ def test_tools_become_the_processor(name: str) -> None:
     assert {key: value for key, value in body.items() if key == "tool_choice"} == kept
 
 
+FORCING: list[dict[str, Any]] = [
+    {"tools": [TOOL, OTHER], "tool_choice": "required"},
+    {"tools": [TOOL, OTHER], "tool_choice": NAMED},
+    allowing({"mode": "required", "tools": [ENTRY]}),
+]
+
+
+@pytest.mark.parametrize("calls", [HERMES, None], ids=["format", "no format"])
+@pytest.mark.parametrize("format_", [SCHEMA, {"type": "json_object"}], ids=["schema", "object"])
+@pytest.mark.parametrize("fields", FORCING, ids=["required", "named", "allowed"])
+def test_json_beside_a_forced_call_is_of_no_text(
+    fields: dict[str, Any], format_: dict[str, Any], calls: ToolCallSettings | None
+) -> None:
+    """Agents whose answer has a schema send it with the turn that must call a tool, too."""
+    given = {**fields, "response_format": format_}
+    assert sent(calls=calls, **given) == sent(calls=calls, **fields)
+    of_answer = tool_reading({**BASE[CHAT], **given}, calls)
+    assert of_answer == tool_reading({**BASE[CHAT], **fields}, calls)
+    if calls is None:  # the frontend's own schema of the call
+        assert names_of(CHAT, {**BASE[CHAT], **given}, {})("sampling_options.guided_decoding") == "tools"
+
+
 @pytest.mark.parametrize("name", ["hermes", "harmony", "functionary_v3_2"])
 def test_json_without_calls_is_no_text_of_a_format(name: str) -> None:
     """Text of some formats has a beginning that no JSON has, so that no token was left."""
@@ -527,7 +549,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "forced without tools": (CHAT, {"tool_choice": "required"}, "tool_choice"),
     "forced and formatted": (
         CHAT,
-        {"tools": [TOOL], "tool_choice": "required", "response_format": SCHEMA},
+        {
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "response_format": {"type": "structural_tag", "structures": [], "triggers": []},
+        },
         "response_format",
     ),
     "structural tag": (
@@ -565,11 +591,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "tool_choice.allowed_tools.tools[0].function.name",
     ),
     "allowed tools of no list": (CHAT, {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": 5}, "tools"),
-    "JSON beside allowed tools that must be called": (
-        CHAT,
-        {**allowing({"mode": "required", "tools": [ENTRY]}), "response_format": {"type": "json_object"}},
-        "response_format",
-    ),
     "one call at a time": (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     "obfuscation": (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     "stream option": (CHAT, {"stream_options": {"zzz": 1}}, "stream_options.zzz"),
@@ -663,7 +684,7 @@ def test_more_stops_than_the_frontend_takes(monkeypatch: pytest.MonkeyPatch) -> 
 KEPT: dict[str, dict[str, Any]] = {
     "history": {
         "messages": [
-            {"role": "developer", "content": "d"},
+            {"role": "system", "content": "d"},
             {"role": "user", "name": "bob", "content": [{"type": "text", "text": "a"}]},
             {
                 "role": "assistant",
@@ -689,6 +710,24 @@ KEPT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_as_it_is(name: str) -> None:
     assert sent(**KEPT[name]) == {**BASE[CHAT], **KEPT[name]}
+
+
+def test_a_parsed_answer_comes_back_as_it_was() -> None:
+    """The openai package sends what it parsed of an answer with it."""
+    back = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}}
+    assert sent(messages=[*MESSAGES, back])["messages"] == [*MESSAGES, back]
+
+
+def test_a_developer_is_the_system_to_the_template() -> None:
+    told = {"role": "developer", "content": "Be kind."}
+    found = sent(messages=[told, *MESSAGES, told])["messages"]
+    assert found == [{**told, "role": "system"}, *MESSAGES, {**told, "role": "system"}]
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_no_stop_strings_ask_for_nothing(path: str) -> None:
+    """Evaluation harnesses send an empty list for a task without any."""
+    assert sent(path, stop=[], seed=1) == {**BASE[path], "seed": 1}
 
 
 @pytest.mark.parametrize("without", [{}, {"content": None}], ids=["absent", "null"])
@@ -760,7 +799,7 @@ def test_any_request_is_refused_or_sent_on(path: str, calls: ToolCallSettings | 
     for name, value in fields.items():
         if after.get(name) != value and name not in ("nvext", "stream_options"):
             field = TABLES[path][name]
-            assert value is None or field.removed or name in ("tool_choice", "response_format")
+            assert field.asks_for_nothing(value) or field.removed or name in ("tool_choice", "response_format")
             if field.fate == "honoured":
                 assert not value or "nvext" in after
 

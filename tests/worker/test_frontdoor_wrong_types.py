@@ -193,7 +193,6 @@ async def test_an_unknown_parameter(path: str) -> None:
     ("field", "said"),
     [
         ({"bad_words": ["a"]}, "use bad_words or phrase_ban of logits_processors"),
-        ({"structured_outputs": {"regex": "a"}}, "use guided_json, guided_regex, "),
         ({"vllm_xargs": {"a": 1}}, "use arguments of a processor of logits_processors"),
         ({"ebnf": "root ::= a"}, "use guided_grammar, in Lark's syntax"),
         ({"n_predict": 8}, "use max_tokens"),

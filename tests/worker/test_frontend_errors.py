@@ -30,6 +30,27 @@ def test_a_message_begins_with_the_field(said: str, message: str) -> None:
     assert error_of(400, body).message == message
 
 
+CONTEXT = "this model's maximum context length is 8 tokens"
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ({"message": f"{CONTEXT.capitalize()}. However, you requested 9 tokens.", "code": 400}, None),
+        ({"error": {"message": f"token_ids: prompt is too long: 9 tokens, and {CONTEXT}"}}, "token_ids"),
+    ],
+    ids=["frontend", "worker"],
+)
+def test_a_prompt_beyond_the_context_has_the_code(said: dict[str, Any], field: str | None) -> None:
+    """Clients that see it ask again with less."""
+    error = error_of(400, json.dumps(said).encode())
+    assert error.code == error.renamed("messages").code == "context_length_exceeded"
+    assert error.param == field
+    assert (field or field_in(error.message, CHAT, {})) == (field or "messages")
+    assert "prompt is too long: " in error.message
+    assert "maximum context length" in error.message
+
+
 @pytest.mark.parametrize(
     ("said", "fields", "field"),
     [

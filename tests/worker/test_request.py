@@ -200,7 +200,11 @@ def test_fields_without_effect_take_anything() -> None:
         ("token_ids", "abc", "must be a list of token ids, got 'abc'"),
         ("token_ids", [5, 1000], "token id 1000 is not in the vocabulary of 1000"),
         ("token_ids", [-1, 5], "token id -1 is not in the vocabulary of 1000"),
-        ("token_ids", [5] * 100, "the prompt has 100 tokens, but prompt and answer share a context of 100"),
+        (
+            "token_ids",
+            [5] * 100,
+            "prompt is too long: 100 tokens, and this model's maximum context length is 100 tokens",
+        ),
         ("stop_conditions.stop_token_ids", [1000], "token id 1000 is not in the vocabulary of 1000"),
         ("stop_conditions.stop_token_ids_visible", [-5], "token id -5 is not in the vocabulary of 1000"),
         ("stop_conditions.stop_token_ids_hidden", [2**200], "token id an integer of 201 bits is not in the vocabulary"),

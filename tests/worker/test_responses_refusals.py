@@ -134,7 +134,7 @@ IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": 3}, "logit_bias"),
     ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"guided_regex": "a", "text": {"format": {"type": "json_object"}}}, "guided_regex"),
     ({"logits_processors": [{"name": "no_such"}]}, "logits_processors[0].name"),
     ({"nvext": {"use_raw_prompt": True}}, "nvext.use_raw_prompt"),
     *(

@@ -98,6 +98,14 @@ def test_reasoning_without_a_text_is_nothing() -> None:
     assert message == {"role": "assistant", "content": "a"}
 
 
+def test_what_a_client_parsed_of_an_answer_is_left_out() -> None:
+    """The openai package sends it back with the answer, and what the model says is the text."""
+    answer = said('{"a":1}')
+    parsed = {**answer, "content": [{**part, "parsed": {"a": 1}} for part in answer["content"]]}
+    assert messages(parsed, {**CALL, "parsed_arguments": {"a": 1}}) == messages(answer, CALL)
+    assert "parsed" not in input_items([parsed], lambda item_id: None)[0].item["content"][0]
+
+
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_9"}, {"id": "msg_9"}])
 def test_a_reference_is_the_stored_item(reference: dict[str, str]) -> None:
     assert messages(reference) == [{"role": "user", "content": "stored"}]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from worker.errors import PROMPT_TOO_LONG
+
 INVALID = "invalid_request_error"
 MODEL_NOT_FOUND = "model: Model not found; /v1/models lists those that are served"
 
@@ -53,6 +55,12 @@ class Refused(Exception):
     def content(self) -> dict[str, Any]:
         """The answer's JSON object, in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def code_of(message: str) -> str | None:
+    """OpenAI's code for the error with this message of a worker or a frontend, if there is one."""
+    problems = (message, message.partition(": ")[2])  # with and without the field
+    return "context_length_exceeded" if any(each.startswith(PROMPT_TOO_LONG) for each in problems) else None
 
 
 def unreachable() -> Refused:

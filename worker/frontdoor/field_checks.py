@@ -60,9 +60,9 @@ def stops(name: str) -> Check:
             _entries(name, value, lambda each: type(each) is int and 0 <= each < 2**32, "a token id")
         elif not isinstance(value, str):
             _entries(name, value, lambda each: isinstance(each, str) and bool(each), "a text that is not empty")
+        if value == "":
+            raise FieldRefused(name, "must not be empty")
         if not value:
-            if name == "stop":
-                raise FieldRefused(name, "must not be empty")
             return
         if body.get("ignore_eos") is True:
             raise FieldRefused(name, "cannot be given beside ignore_eos, which makes Dynamo's frontend drop it")
@@ -101,10 +101,12 @@ _MESSAGE_KEYS = (
     "function_call",
     "reasoning_content",
     "annotations",
+    "parsed",
     "prompt_cache_breakpoint",
 )
 """Keys that Dynamo's frontend gives to the chat template, and those that cannot concern it:
-annotations are part of an answer that a client sends back, breakpoints are hints for a cache.
+annotations, and what the openai package parsed, are part of an answer that a client sends back,
+breakpoints are hints for a cache.
 """
 
 
@@ -197,7 +199,7 @@ def response_format(value: Any, body: Body) -> None:
             raise FieldRefused(f"{path}.schema", "must be a JSON Schema")
         if schema.get("name") is None:
             raise FieldRefused(f"{path}.name", "must be given")
-    if kind != "text" and body.get("tools") and forces_call(body):
+    if kind == "structural_tag" and body.get("tools") and forces_call(body):
         raise FieldRefused("response_format", "cannot be given beside a tool_choice that forces a call")
 
 

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from adapters.catalog import MAX_CHOICES
-from worker.frontdoor import field_checks, field_types
+from worker.frontdoor import field_checks, field_types, structured_outputs
 from worker.frontdoor.field_checks import GUIDES, Check
 from worker.frontdoor.field_types import is_one_of
 from worker.requests.fields import Fate
@@ -90,8 +90,8 @@ _PROMPT_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "honoured",
         "The prompt, by the chat template. An assistant's message without content, as calls come back, has an empty "
-        "text. Parts are of type text or, in a message of the user, image_url, where the engine takes pictures "
-        "(docs/vllm.md, docs/tensorrt-llm.md); others are refused.",
+        "text. The role developer is given to it as system. Parts are of type text or, in a message of the user, "
+        "image_url, where the engine takes pictures (docs/vllm.md, docs/tensorrt-llm.md); others are refused.",
         field_checks.messages,
     ),
     _row(
@@ -112,12 +112,13 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "As max_tokens, over which it wins.",
         field_types.count("max_completion_tokens", 1, 2**31 - 1),
     ),
-    _row(
+    ClientField(
         "stop",
         _BOTH,
         "frontend",
         "Ends the answer. Refused: more than 4 with a frontend of 1.4.2, and beside ignore_eos.",
-        field_checks.stops("stop"),
+        neutral=([],),
+        check=field_checks.stops("stop"),
     ),
     _row("stream", _BOTH, "frontend", "Server-sent events.", field_types.truth("stream")),
     _row(
@@ -155,8 +156,9 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         "response_format",
         (CHAT,),
         "honoured",
-        "json_object, json_schema and structural_tag run as processors, whatever strict says. "
-        "Refused: other types, unknown keys, beside a forced call.",
+        "json_object, json_schema and structural_tag run as processors, whatever strict says. Beside a forced call "
+        "JSON has no effect: its answer has no text. Refused: other types, unknown keys, structural_tag beside a "
+        "forced call.",
         field_checks.response_format,
     ),
     _row(
@@ -268,6 +270,15 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         _row(name, _BOTH, "honoured", f"Runs as the processor {processor}. {_ONE_GUIDE}", field_checks.one_guide(name))
         for name, processor in zip(GUIDES, ("json_schema", "regex", "grammar", "choice"), strict=True)
     ),
+    ClientField(
+        structured_outputs.FIELD,
+        _BOTH,
+        "honoured",
+        "vLLM's: its json, regex, choice, grammar or json_object is the guide of that name. Refused: structural_tag, "
+        "whitespace_pattern, disable_additional_properties.",
+        check=structured_outputs.check,
+        removed=True,
+    ),
     _row(
         "guided_decoding_backend",
         _BOTH,
@@ -368,7 +379,6 @@ INSTEAD: Mapping[str, str] = {
     "extra_body": "its fields themselves, beside model",
     # vLLM's
     "bad_words": "bad_words or phrase_ban of logits_processors",
-    "structured_outputs": f"{', '.join(GUIDES)} or, in a chat, response_format",
     "vllm_xargs": "arguments of a processor of logits_processors",
     "repetition_detection": "loop_stop of logits_processors",
     "priority": "nvext.agent_hints.priority, where more is sooner",

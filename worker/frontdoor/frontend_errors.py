@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
+from worker.errors import PROMPT_TOO_LONG
+from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused, code_of
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import CHAT, TABLES
 from worker.frontdoor.values import printable
@@ -57,7 +58,9 @@ def error_of(status: int, body: bytes) -> Refused:
         message = f"{param}: {message.removeprefix(_VALIDATION).removeprefix(f'`{param}` ')}"
     default = "invalid_request_error" if status < 500 else "server_error"
     kind = kind if isinstance(kind, str) and "_" in kind else default
-    code = code if isinstance(code, str) else None
+    if message.startswith("This model's maximum context length"):
+        message = f"{PROMPT_TOO_LONG} {message}"
+    code = code if isinstance(code, str) else code_of(message)
     if status == 404 and message == "Model not found":
         message, param, code = MODEL_NOT_FOUND, "model", "model_not_found"
     return Refused(status, message, param, kind=kind, code=code)
@@ -76,7 +79,7 @@ def field_in(message: str, path: str, fields: Body) -> str | None:
         path: `CHAT` or `COMPLETIONS`.
         fields: The request that was sent.
     """
-    if message.startswith("This model's maximum context length"):
+    if message.startswith(PROMPT_TOO_LONG):
         return "messages" if path == CHAT else "prompt"
     if message == "Invalid request":  # 1.6.1's reason for ids beyond the vocabulary
         return _ids_in(path, fields)

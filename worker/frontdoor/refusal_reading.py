@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from worker.frontdoor.asking import Caller, Part, ask
-from worker.frontdoor.errors import INVALID, FieldRefused, Refused
+from worker.frontdoor.errors import INVALID, FieldRefused, Refused, code_of
 from worker.frontdoor.exchange import Exchange, Handler, error_event
 from worker.frontdoor.fields import COMPLETIONS
 from worker.frontdoor.frontend_errors import field_in, shortened
@@ -150,7 +150,8 @@ async def _refusal(caller: Caller, fields: dict[str, Any], path: str, *annotatio
         async for chunk in chunks:
             found = ((chunk.get("nvext") or {}).get("engine_data") or {}).get(REFUSAL)
             if found is not None:
-                return Refused(400, found["message"], found["field"], kind=INVALID)
+                message = found["message"]
+                return Refused(400, message, found["field"], kind=INVALID, code=code_of(message))
             if ONLY_CHECKED in annotations:  # nothing comes behind the first chunk
                 return None
     finally:

@@ -12,6 +12,7 @@ from adapters.catalog import ANNOTATION, MAX_CHOICES, Catalog, Selection, Select
 from adapters.catalog.selection import MAX_BYTES
 from adapters.strict_json import LoneSurrogate, RepeatedKey, read_object
 from worker.errors import InvalidRequest
+from worker.frontdoor import structured_outputs
 from worker.frontdoor.client_names import METADATA_HEADER, SELECTION_FIELD, Naming, selection_names, worker_names
 from worker.frontdoor.encoding import encoded
 from worker.frontdoor.errors import FieldRefused, Refused
@@ -27,11 +28,12 @@ from worker.frontdoor.tools import (
     ToolCallSettings,
     check_without_format,
     structural_tag_as_processor,
+    take_moot_format,
     tools_as_processor,
 )
 from worker.frontdoor.values import printable, shown
 from worker.requests.fields import client_annotations
-from worker.runtimes.direct.contents import answered
+from worker.runtimes.direct.contents import normalised
 from worker.sampling import SamplingParams
 
 _NO_SELECTION: tuple[Any, ...] = ([], {})
@@ -79,14 +81,14 @@ def rewritten_fields(
         allowed = allowed_places(fields)
         if allowed is not None:
             fields.update(with_allowed_tools(fields))
+        guides, is_moot = structured_outputs.take(fields), take_moot_format(fields)
         guided = carries_guides and METADATA_HEADER not in headers
         try:
-            changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided) or allowed is not None
+            changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided)
         except FieldRefused as refused:
-            if allowed is None or refused.param is None:
-                raise
-            raise refused.renamed(_among_all_tools(allowed, refused.param)) from None
-        changed |= "n" in fields
+            param = None if refused.param is None else _own_path(allowed, guides, refused.param)
+            raise refused.renamed(param) from None
+        changed |= allowed is not None or bool(guides) or is_moot or "n" in fields
         num_choices = fields.pop("n", 1)
         first = _encoded(fields) if changed or body is None else body
         if num_choices == 1:
@@ -103,10 +105,14 @@ def rewritten_fields(
 _TOOL = re.compile(r"tools\[(\d+)\](.*)", re.DOTALL)
 
 
-def _among_all_tools(allowed: Sequence[int], path: str) -> str:
-    """The path of a tool in the client's request, for that among the allowed ones."""
+def _own_path(allowed: Sequence[int] | None, guides: Mapping[str, str], path: str) -> str:
+    """The path in the client's request for that of a tool among the ``allowed`` ones, or of a guide
+    that ``structured_outputs`` has; others stay.
+    """
     found = _TOOL.fullmatch(path)
-    return path if found is None else f"tools[{allowed[int(found[1])]}]{found[2]}"
+    if allowed is not None and found is not None:
+        return f"tools[{allowed[int(found[1])]}]{found[2]}"
+    return guides.get(path, path)
 
 
 def _rewrite(
@@ -119,7 +125,7 @@ def _rewrite(
 ) -> bool:
     """Make ``fields`` those of the frontend; whether that changed them."""
     num_fields = len(fields)
-    given = _with_texts(fields)
+    given = _with_known_messages(fields)
     choice = fields.get("tool_choice")
     processors = _as_processors(table, fields, calls, carries_guides)
     if calls is not None and calls.support is not None:
@@ -151,9 +157,12 @@ def names_of(
     selection = _selection_in(_places_in(fields), chosen)
     carries_guides = carries_guides and METADATA_HEADER not in headers
     allowed = allowed_places(fields)
+    fields = dict(fields)
+    guides = structured_outputs.take(fields)
+    take_moot_format(fields)
     made = _as_processors(tables(SamplingParams)[path], dict(with_allowed_tools(fields)), calls, carries_guides)
     named = worker_names(path, fields, selection_names(selection.get("processors", ()), made, chosen))
-    return named if allowed is None else lambda worker_path: _among_all_tools(allowed, named(worker_path))
+    return lambda worker_path: _own_path(allowed, guides, named(worker_path))
 
 
 def deadline_of(fields: Body, headers: Mapping[bytes, bytes]) -> float | None:
@@ -227,15 +236,14 @@ def _check(path: str, table: Mapping[str, ClientField], fields: Body, catalog: C
             raise FieldRefused(name, "must be given", code="missing_required_parameter")
 
 
-def _with_texts(fields: Body) -> bool:
-    """Give an empty text to the assistant's messages that have none, which are those with calls in
-    them; whether that changed ``fields``.
+def _with_known_messages(fields: Body) -> bool:
+    """Make the messages those that chat templates know; whether that changed ``fields``.
 
-    Clients send such a message back without ``content``, or with null, and the frontend drops null:
-    a chat template that joins role and content then fails, and the answer would be a 500.
+    Clients send calls back without ``content``, or with null, and the frontend drops null: a chat
+    template that joins role and content then fails, and the answer would be a 500.
     """
     given = fields.get("messages")
-    messages = answered(given)
+    messages = normalised(given)
     if messages == given:
         return False
     fields["messages"] = messages

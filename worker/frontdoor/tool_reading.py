@@ -83,7 +83,8 @@ def tool_reading(fields: Body, calls: ToolCallSettings | None) -> ToolReading | 
         kinds = {function["name"]: _kinds(function.get("parameters"), spelling) for function in functions}
     hidden = frozenset[str]() if fields.get("skip_special_tokens") is False else calls.special_tokens
     short_ids = calls.support is not None and calls.support.short_ids
-    return ToolReading(spelling, kinds, forces_call(fields), has_json_format(fields), hidden, short_ids)
+    only_calls = forces_call(fields)
+    return ToolReading(spelling, kinds, only_calls, has_json_format(fields) and not only_calls, hidden, short_ids)
 
 
 def reads_schemas(fields: Body, calls: ToolCallSettings | None) -> bool:

@@ -141,6 +141,16 @@ def _name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def take_moot_format(fields: Body) -> bool:
+    """Take out a ``response_format`` of JSON beside a ``tool_choice`` that forces a call: it is of
+    a text, and such an answer has none. Whether there was one.
+    """
+    is_moot = bool(fields.get("tools")) and forces_call(fields) and has_json_format(fields)
+    if is_moot:
+        del fields["response_format"]
+    return is_moot
+
+
 def has_json_format(fields: Body) -> bool:
     """Whether ``response_format`` asks for JSON."""
     wanted = fields.get("response_format")

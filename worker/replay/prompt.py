@@ -13,7 +13,7 @@ from worker.arguments import Arguments
 from worker.errors import ConfigurationError, shown
 from worker.replay.recorded import RecordedReceipt
 from worker.requests.receipts import TokenDigest
-from worker.runtimes.direct.contents import answered, fitted, takes_texts
+from worker.runtimes.direct.contents import fitted, normalised, takes_texts
 from worker.runtimes.direct.openai_fields import with_objects
 
 
@@ -107,7 +107,7 @@ def _rendered(body: Mapping[str, Any], tokenizer: Any, arguments: Arguments | No
     options = {"tools": body.get("tools"), "chat_template": template, "tokenize": False}
     texts, problem = list[str](), ""
     by_default: list[dict[str, Any]] = [{}, thinking, {name: thinking[name] for name in _THINKING if thinking}]
-    for given, default in product((answered(messages), messages, body["messages"]), by_default):
+    for given, default in product((normalised(messages), messages, body["messages"]), by_default):
         try:
             variables = default | _template_variables(body)
             texts.append(tokenizer.apply_chat_template(given, **options, **variables))

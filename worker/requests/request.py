@@ -12,7 +12,7 @@ from typing import Any
 
 from worker.engines.images import FIELD as IMAGES
 from worker.engines.images import ImageInput
-from worker.errors import InvalidRequest, shown
+from worker.errors import PROMPT_TOO_LONG, InvalidRequest, shown
 from worker.requests.continuation import Continuation
 from worker.requests.fields import logprobs_mode, request_fields, sections_of
 from worker.sampling import MAX_LOGPROBS, SamplingParams, sampling_controls
@@ -198,10 +198,8 @@ def _bounded(values: dict[str, Any], limits: RequestLimits, table: RequestTable)
         prompt, generated = prompt[: -continues.generated_tokens], prompt[-continues.generated_tokens :]
     room = limits.context_length - len(prompt)
     if room < 1:
-        raise InvalidRequest(
-            "token_ids",
-            f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {limits.context_length}",
-        )
+        most = f"this model's maximum context length is {limits.context_length} tokens, of prompt and answer together"
+        raise InvalidRequest("token_ids", f"{PROMPT_TOO_LONG} {len(prompt)} tokens, and {most}")
     _check_images(values, limits)
     _read_annotations(values)
     controls = {name: values.pop(name) for name in table.controls & values.keys()}

@@ -19,7 +19,7 @@ from google.rpc import status_pb2
 
 from worker.engines import TokenLogprob
 from worker.errors import path_within
-from worker.frontdoor.errors import INVALID, Refused
+from worker.frontdoor.errors import INVALID, Refused, code_of
 from worker.frontdoor.openengine.workers import EngineWorker, Kind, Metadata, Workers
 from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.prompt_scores import TokenText, scores_json
@@ -261,7 +261,7 @@ def _error(error: wire.EngineError, fields: Mapping[str, Any]) -> Refused:
     if not colon or " " in theirs:
         return Refused(400, error.message)
     ours = own_name(theirs, fields)
-    return Refused(400, f"{ours}: {problem}", ours)
+    return Refused(400, f"{ours}: {problem}", ours, code=code_of(problem))
 
 
 def _nowhere(refusal: Refused) -> Refused:

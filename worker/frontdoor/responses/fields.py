@@ -111,6 +111,7 @@ OWN: tuple[ClientField, ...] = (
         "A hint: the prefix cache finds equal beginnings by itself.",
         field_types.text("prompt_cache_key"),
     ),
+    _row("client_metadata", "no effect", "Says which program asks.", field_types.an_object("client_metadata")),
     _refused("conversation", "there are no conversations; use previous_response_id", "", {}, paths=_BOTH),
     _refused("truncation", "inputs are not cut", "disabled", paths=_BOTH),
     _refused("personality", "is not supported", "", paths=(INPUT_TOKENS,)),
@@ -129,7 +130,7 @@ OWN: tuple[ClientField, ...] = (
     ),
     _refused("access_programs", "there are no access programs", []),
 )
-"""The fields of OpenAI's requests."""
+"""The fields of OpenAI's requests, and of those of its programs."""
 
 INSTEAD: Mapping[str, str] = {
     "messages": "input",

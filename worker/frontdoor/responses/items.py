@@ -125,7 +125,7 @@ def _part(path: str, part: Any, allowed: Sequence[str]) -> Item:
     if kind.name == PICTURE:
         return _picture(path, part)
     values.text(f"{path}.{_text_key(part)}", part.get(_text_key(part)))
-    return {key: value for key, value in part.items() if value is not None}
+    return {key: value for key, value in part.items() if value is not None and key != "parsed"}
 
 
 def _picture(path: str, part: Mapping[str, Any]) -> Item:

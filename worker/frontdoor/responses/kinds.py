@@ -57,8 +57,12 @@ ITEMS = _table(
     Kind(
         "function_call",
         "honoured",
-        "A call of the assistant's; it joins the message before it.",
-        ("type", "id", "call_id", "name", "arguments", "status", "caller", "namespace", "async", "created_by"),
+        "A call of the assistant's; it joins the message before it. parsed_arguments, which the openai package adds, "
+        "has no effect.",
+        (
+            *("type", "id", "call_id", "name", "arguments", "parsed_arguments", "status", "caller", "namespace"),
+            *("async", "created_by"),
+        ),
     ),
     Kind(
         "function_call_output",
@@ -112,8 +116,8 @@ PARTS = _table(
     Kind(
         "output_text",
         "honoured",
-        "Text of an assistant's message. annotations and logprobs, which an answer had, have no effect.",
-        ("type", "text", "annotations", "logprobs"),
+        "Text of an assistant's message. annotations, logprobs and parsed, which an answer had, have no effect.",
+        ("type", "text", "annotations", "logprobs", "parsed"),
     ),
     Kind("refusal", "honoured", "Text of an assistant's message, as output_text.", ("type", "refusal")),
     Kind(

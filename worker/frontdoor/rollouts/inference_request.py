@@ -12,7 +12,8 @@ from worker.frontdoor.field_checks import stream_options
 from worker.frontdoor.returned_tokens import Body
 from worker.frontdoor.rollouts.sglang_request import DEFAULTS as SGLANG_DEFAULTS
 from worker.frontdoor.rollouts.tables import TEXT_ONLY, check_names
-from worker.frontdoor.values import integer, object_of, object_within, shown, truth
+from worker.frontdoor.structured_outputs import GUIDE_OF, guide_in
+from worker.frontdoor.values import integer, object_of, shown, truth
 from worker.sampling import MAX_LOGPROBS
 
 DEFAULTS: Body = {name: value for name, value in SGLANG_DEFAULTS.items() if name != "max_tokens"}
@@ -20,7 +21,7 @@ DEFAULTS: Body = {name: value for name, value in SGLANG_DEFAULTS.items() if name
 server leaves ``max_tokens`` to the context.
 """
 
-_GUIDES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
+_STRUCTURED_OUTPUTS = "sampling_params.structured_outputs"
 
 SAMPLING = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
@@ -62,7 +63,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 
 NAMES = {
     "prompt": "token_ids",
-    **{ours: f"sampling_params.structured_outputs.{theirs}" for theirs, ours in _GUIDES.items()},
+    **{guide: f"{_STRUCTURED_OUTPUTS}.{key}" for key, guide in GUIDE_OF.items()},
     **{name: f"sampling_params.{name}" for name in SAMPLING},
     "logprobs_mode": "sampling_params.logprobs",
 }
@@ -147,14 +148,7 @@ def _count(params: Body, name: str) -> int | None:
 
 def _guide(given: Any) -> Body:
     """The guide of ``structured_outputs`` as a field of a completion."""
-    path = "sampling_params.structured_outputs"
     if given is None:
         return {}
-    object_within(path, given, (*_GUIDES, "json_object", "structural_tag"))
-    wanted = {name: value for name, value in given.items() if value not in (None, False)}
-    if "structural_tag" in wanted:
-        raise FieldRefused(f"{path}.structural_tag", "is not supported here; name the processor in logits_processors")
-    if len(wanted) != 1:
-        raise FieldRefused(path, f"must have one of {', '.join(_GUIDES)} and json_object, got {len(wanted)}")
-    ((name, value),) = wanted.items()
-    return {"guided_json": {"type": "object"}} if name == "json_object" else {_GUIDES[name]: value}
+    _, guide, value = guide_in(_STRUCTURED_OUTPUTS, given)
+    return {guide: value}

@@ -27,21 +27,26 @@ def _shows(content: Any, tokenizer: Any, template: str | None) -> bool:
         return False
 
 
-def answered(messages: Any) -> Any:
-    """The messages, whose assistant's have an empty text where they have no content: clients send
-    calls back so, and a chat template that joins role and content fails.
+def normalised(messages: Any) -> Any:
+    """The messages as chat templates know them. The assistant's have an empty text where they have
+    no content: clients send calls back so, and a template that joins role and content fails. The
+    role developer, OpenAI's later name of system, is system: few templates know it.
 
     Args:
         messages: Messages of a chat; what is no list of them stays as it is.
     """
     if not isinstance(messages, list):
         return messages
-    return [{**each, "content": ""} if _lacks_content(each) else each for each in messages]
+    return [_normalised(each) for each in messages]
 
 
-def _lacks_content(message: Any) -> bool:
-    is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
-    return is_answer and message.get("content") is None
+def _normalised(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    if message.get("role") == "developer":
+        return {**message, "role": "system"}
+    lacks_content = message.get("role") == "assistant" and message.get("content") is None
+    return {**message, "content": ""} if lacks_content else message
 
 
 def fitted(messages: Any, texts: bool) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from adapters.catalog import ANNOTATION, MAX_CHOICES
 from worker.errors import InvalidRequest, path_within, shown
 from worker.requests.fields import SEED_BITS, boolean, stop_strings, text
-from worker.runtimes.direct.contents import answered, fitted
+from worker.runtimes.direct.contents import fitted, normalised
 from worker.runtimes.direct.openai_fields import with_objects
 from worker.runtimes.direct.pictures import add_pictures, taken_out, told_path
 
@@ -97,7 +97,7 @@ def parse(
     own = {name: message[name] for name in OWN_FIELDS if message.get(name) is not None}
     urls: list[str] = []
     if "messages" in own:
-        own["messages"], urls = taken_out(answered(with_objects(own["messages"])))
+        own["messages"], urls = taken_out(normalised(with_objects(own["messages"])))
         add_pictures(fields, urls)
         if takes_texts is not None:
             own["messages"] = fitted(own["messages"], takes_texts)
