@@ -39,6 +39,17 @@ async def test_an_answer_ends_at_its_deadline_and_frees_its_stream() -> None:
         assert stream.ended == (ahead_s > 0)
 
 
+async def test_a_time_out_of_the_engine_is_no_deadline() -> None:
+    async def deltas() -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(token_ids=[1])
+        raise TimeoutError("the engine's")
+
+    found = until(3600.0, deltas(), lambda: 0.0)
+    assert (await anext(found)).finish_reason is None
+    with pytest.raises(TimeoutError, match="the engine's"):
+        await anext(found)
+
+
 @pytest.mark.parametrize("steps", range(6))
 async def test_a_cancellation_beside_a_token_is_not_lost(steps: int) -> None:
     """It comes some turns of the loop behind the token, and the reader reads no more."""
