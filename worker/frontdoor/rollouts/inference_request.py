@@ -151,7 +151,8 @@ def _guide(given: Any) -> Body:
     if given is None:
         return {}
     object_within(path, given, (*_GUIDES, "json_object", "structural_tag"))
-    wanted = {name: value for name, value in given.items() if value not in (None, False)}
+    is_json = truth(f"{path}.json_object", given.get("json_object"))
+    wanted = {name: value for name, value in given.items() if value is not None and (name != "json_object" or is_json)}
     if "structural_tag" in wanted:
         raise FieldRefused(f"{path}.structural_tag", "is not supported here; name the processor in logits_processors")
     if len(wanted) != 1:
