@@ -565,6 +565,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "tool_choice.allowed_tools.tools[0].function.name",
     ),
     "allowed tools of no list": (CHAT, {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": 5}, "tools"),
+    "allowed tools of one name": (
+        CHAT,
+        {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": [OTHER, TOOL, OTHER]},
+        "tools[2].function.name",
+    ),
     "JSON beside allowed tools that must be called": (
         CHAT,
         {**allowing({"mode": "required", "tools": [ENTRY]}), "response_format": {"type": "json_object"}},
