@@ -30,6 +30,10 @@ def function(**fields: Any) -> dict[str, Any]:
     return chat(tools=[{**TOOL, "function": {**TOOL["function"], **fields}}])
 
 
+def formatted(**fields: Any) -> dict[str, Any]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {}, **fields}})
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -73,6 +77,10 @@ def function(**fields: Any) -> dict[str, Any]:
         (chat(messages=[{"role": "function", "content": "a"}]), "messages[0].name"),
         (function() | {"messages": []}, "messages"),
         (chat(messages=[{"role": "assistant", "reasoning_content": 5}]), "messages[0].reasoning_content"),
+        *(
+            (formatted(**{key: value}), f"response_format.json_schema.{key}")
+            for key, value in {"zzz": 1, "description": 5, "strict": "yes", "name": 5}.items()
+        ),
         (chat(stop=[]), "stop"),
         (chat(stop=""), "stop"),
         (chat(stop_token_ids=[5, True]), "stop_token_ids[1]"),
