@@ -77,6 +77,12 @@ def formatted(**fields: Any) -> dict[str, Any]:
         (chat(messages=[{"role": "function", "content": "a"}]), "messages[0].name"),
         (function() | {"messages": []}, "messages"),
         (chat(messages=[{"role": "assistant", "reasoning_content": 5}]), "messages[0].reasoning_content"),
+        (function(parameters=5), "tools[0].function.parameters"),
+        (chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}, "zzz": 1}), "tool_choice.zzz"),
+        (
+            chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f", "zzz": 1}}),
+            "tool_choice.function.zzz",
+        ),
         *(
             (formatted(**{key: value}), f"response_format.json_schema.{key}")
             for key, value in {"zzz": 1, "description": 5, "strict": "yes", "name": 5}.items()
