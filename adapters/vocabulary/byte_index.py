@@ -76,7 +76,7 @@ class ByteIndex:
             reach = self.beginnings.reach(text[begin:])
             for end in range(begin + 1, min(len(text), begin + reach + 1)):
                 found.update(self.ids.get(text[begin:end], ()))
-        return {token_id: self[token_id] for token_id in sorted(found) if self[token_id]}
+        return {token_id: self[token_id] for token_id in sorted(found)}
 
     @cached_property
     def _by_length(self) -> _ByLength:

@@ -7,8 +7,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.chain import ProcessorChain
-from adapters.chain.receipts import ProcessorRecord
+from adapters.chain import ProcessorChain, receipts
+from adapters.chain.receipts import ProcessorRecord, Receipt
 from adapters.contract import Ban, Context, Edit, Force, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.vocabulary import Vocabulary
 
@@ -80,6 +80,45 @@ def test_an_earlier_receipt_is_read_while_it_counts_on(kept: int, more: int) -> 
     earlier = begun()
     accept(earlier, kept)
     assert chain.receipt.before(len(PROMPT) + kept).as_json() == earlier.receipt.as_json()
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["", "biased", "masked", "forced"]), st.integers(0, 9), st.integers(0, 3)), max_size=9
+)
+
+
+@settings(max_examples=examples(200))
+@given(STEPS, st.integers(0, 9), st.booleans())
+def test_a_record_of_earlier_has_what_was_counted_before(
+    steps: list[tuple[str, int, int]], kept: int, backtracks: bool
+) -> None:
+    """Tokens that were taken back, too; and so has one that is rewound."""
+
+    def counted(count: int) -> ProcessorRecord:
+        record = ProcessorRecord("any", 1, rollbacks=0 if backtracks else None)
+        for position, (did, masked, number) in enumerate(steps[:count]):
+            if backtracks:
+                record.add_rollbacks(position, number)
+            if did:
+                record.add(position, did, masked)
+        return record
+
+    found, expected = counted(len(steps)), counted(kept).as_json()
+    assert found.before(kept).as_json() == expected
+    found.rewind(kept)
+    assert found.as_json() == expected
+
+
+@pytest.mark.parametrize("kept", [0, 2, 5, 9])
+def test_log_probabilities_of_earlier_are_those_before(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receipts, "MAX_ATTRIBUTED", 5)
+    receipt = Receipt([], attribution=True)
+    for position in range(7):
+        receipt.add_logprob(position, -0.5 * position)
+    expected = [(position, -0.5 * position) for position in range(min(kept, 5))]
+    assert receipt.before(kept).logprobs == expected
+    receipt.rewind(kept)
+    assert receipt.logprobs == expected
 
 
 def test_a_receipt_of_earlier_is_not_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 
 import pytest
 from effort import examples
@@ -156,6 +157,10 @@ NEEDLE = st.text("ab<>", min_size=1, max_size=5).map(str.encode)
 def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None:
     index = ByteIndex(tokens)
     assert [index[i] for i in range(len(tokens))] == tokens
+    check_search(index, tokens, text)
+
+
+def check_search(index: ByteIndex, tokens: list[bytes], text: bytes) -> None:
     assert index.containing(text) == [i for i, token in enumerate(tokens) if text in token]
     touching = set()
     for i, token in enumerate(tokens):
@@ -166,6 +171,37 @@ def test_index_finds_what_a_scan_finds(tokens: list[bytes], text: bytes) -> None
         if token and (text in token or ends or begins or within):
             touching.add(i)
     assert index.touching(text) == {i: tokens[i] for i in sorted(touching)}
+
+
+def spelled_by_definition(tokens: list[bytes], text: bytes) -> list[int] | None:
+    """The spelling with the fewest tokens; in ties that whose first one is longest, and lowest."""
+    found: list[list[int] | None] = [[]]
+    for length in range(1, len(text) + 1):
+        rest = text[len(text) - length :]
+        tails = ((i, found[length - len(token)]) for i, token in enumerate(tokens) if token and rest.startswith(token))
+        ways = [[i, *tail] for i, tail in tails if tail is not None]
+        found.append(min(ways, key=lambda ids: (len(ids), -len(tokens[ids[0]]), ids[0]), default=None))
+    return found[-1]
+
+
+WORDS = [bytes(letters) for length in range(1, 6) for letters in product(b"ab", repeat=length)]
+VOCABULARIES = [
+    *([word] for word in WORDS[:30]),
+    *([b"", *WORDS[:count], b"", *WORDS[:count]] for count in (2, 6, 14, 30)),
+    WORDS[30::-1],
+]
+
+
+@pytest.mark.parametrize("tokens", VOCABULARIES, ids=len)
+def test_index_of_short_words_is_what_a_scan_finds(tokens: list[bytes]) -> None:
+    index = ByteIndex(tokens)
+    assert [index[i] for i in (-2, -1, len(tokens))] == [b""] * 3
+    for text in WORDS:
+        check_search(index, tokens, text)
+        assert index.spell(text) == spelled_by_definition(tokens, text)
+        most = index.beginnings.most_within(text)
+        assert most is None or most >= sum(bool(token) and text.startswith(token) for token in tokens)
+        assert most is None or not any(token.startswith(text) and token != text for token in tokens)
 
 
 def test_one_long_token_makes_no_text_slow() -> None:

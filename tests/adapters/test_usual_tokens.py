@@ -20,6 +20,7 @@ from adapters.grammars import forced_text
 from adapters.processors.grammar import JsonSchema
 from adapters.testing.kit_model import kit_context
 from adapters.trtllm.native_controls import EmbeddingBias
+from adapters.vocabulary import ByteIndex
 
 CATALOG = Catalog.default()
 FORCED_ID = forced_text._FORCED_ID
@@ -273,6 +274,9 @@ class Matcher:
     def compute_ff_bytes(self) -> bytes:
         return self._text
 
+    def copied(self) -> Any:
+        return self
+
 
 PARTS = st.one_of(
     st.sampled_from([b"the " * 62, b"fox", b" "]), st.integers(0, 2**32).map(lambda one: b"\xff[%d]" % one)
@@ -294,6 +298,60 @@ def test_a_long_forced_text_is_not_read_to_its_end(parts: list[bytes], others: l
         found = forced_text.ForcedText(vocabulary).first_token(lambda: Matcher(whole), allowed)  # type: ignore[arg-type, return-value]
     assert found == (usual[0] if usual and usual[0] in allowed and has_room else None)
     assert pattern.num_bytes < 1000
+
+
+class Words:
+    """A vocabulary of texts, of which the first one is empty: what they cannot spell is that."""
+
+    address = None
+
+    def __init__(self, token_bytes: list[bytes]) -> None:
+        self.token_bytes = token_bytes
+        self._derived: dict[str, Any] = {}
+
+    def derived(self, key: str, make: Any) -> Any:
+        return self._derived.setdefault(key, make())
+
+    def encode(self, text: str) -> list[int]:
+        spelled = ByteIndex(self.token_bytes).spell(text.encode())
+        return [0] if spelled is None else spelled
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(
+    words=st.lists(st.text("ab", min_size=1, max_size=4).map(str.encode), min_size=1, max_size=10),
+    text=st.text("ab", min_size=1, max_size=9).map(str.encode),
+    most=st.integers(2, 8),
+    turns=st.lists(st.integers(0, 9), min_size=9, max_size=9),
+)
+def test_what_is_sure_is_what_any_mask_would_tell(words: list[bytes], text: bytes, most: int, turns: list[int]) -> None:
+    """Of `most` tokens or more a mask tells nothing; behind the text, any may follow."""
+    vocabulary: Any = Words([b"", *words])
+    kept: forced_text.ForcedText | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced_text, "MAX_ALLOWED", most)
+        for turn in turns:
+            whole = Matcher(text)
+            allowed = [i for i, word in enumerate(words, 1) if text.startswith(word) or word.startswith(text)]
+            within = [i for i in allowed if text.startswith(words[i - 1])]
+            if not within:
+                return
+            reaches_beyond = any(len(words[i - 1]) > len(text) for i in allowed)
+            usual = None if reaches_beyond else vocabulary.encode(text.decode())[0] or None
+            found = forced_text.ForcedText(vocabulary)
+            assert found.first_token(whole.copied, allowed) == usual
+            kept = kept or found
+            sure = kept.sure_token()
+            assert sure is None or (len(allowed) < most and sure == (allowed[0] if len(allowed) == 1 else usual))
+            taken = within[turn % len(within)]
+            kept.take(taken)
+            text = text[len(words[taken - 1]) :]
+            if not text:
+                assert kept.sure_token() is None
+                whole, found = Matcher(2 * words[taken - 1]), forced_text.ForcedText(vocabulary)
+                next_ones = [one.first_token(whole.copied, [taken]) for one in (kept, found)]
+                assert next_ones[0] == next_ones[1]
+                return
 
 
 @pytest.mark.parametrize(("kind", "is_asked"), [(JsonSchema, True), (ThirdPartySchema, False)])

@@ -64,6 +64,10 @@ async def test_a_full_window_waits_for_acknowledgements() -> None:
     assert connection.numbers == [0, 1, 2, 3, 3]
     await stream.end()
     assert not stream.is_settled
+    sent = connection.numbers
+    await stream.send({"number": 5})
+    await stream.end()
+    assert connection.numbers == sent, "nothing comes behind an end"
     await stream.acknowledged({SEQUENCE: "5"})
     assert stream.is_settled
 

@@ -39,6 +39,46 @@ async def test_an_answer_ends_at_its_deadline_and_frees_its_stream() -> None:
         assert stream.ended == (ahead_s > 0)
 
 
+@pytest.mark.parametrize(
+    ("reasons", "expected", "is_cut_off"),
+    [
+        ([None, "stop", None], [None, "stop", None], False),
+        ([None], [None], False),
+        ([None, None, "stop"], [None, None, "length"], True),
+    ],
+)
+async def test_what_the_engine_says_is_given_to_its_end(
+    reasons: list[FinishReason | None], expected: list[FinishReason | None], is_cut_off: bool
+) -> None:
+    """Behind the finish, too, however late; a stream that goes on beyond the deadline is closed."""
+    now_s, ended = [0.0], []
+
+    async def deltas() -> AsyncIterator[TokenDelta]:
+        try:
+            for reason in reasons:
+                yield TokenDelta(finish_reason=reason)
+        finally:
+            ended.append(True)
+
+    found = []
+    async for delta in until(2.0, deltas(), lambda: now_s[0]):
+        found.append(delta.finish_reason)
+        now_s[0] = float(len(found)) if is_cut_off or len(found) > 1 else 0.0
+    assert found == expected
+    assert ended == [True]
+
+
+async def test_a_time_out_of_the_engine_is_no_deadline() -> None:
+    async def deltas() -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(token_ids=[1])
+        raise TimeoutError("the engine's")
+
+    found = until(3600.0, deltas(), lambda: 0.0)
+    assert (await anext(found)).finish_reason is None
+    with pytest.raises(TimeoutError, match="the engine's"):
+        await anext(found)
+
+
 @pytest.mark.parametrize("steps", range(6))
 async def test_a_cancellation_beside_a_token_is_not_lost(steps: int) -> None:
     """It comes some turns of the loop behind the token, and the reader reads no more."""

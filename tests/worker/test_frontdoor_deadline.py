@@ -98,6 +98,17 @@ def test_late_is_called_once_for_each_deadline_that_passes(steps: list[tuple[str
     assert not loop.waiting
 
 
+def test_a_nearer_deadline_counts_and_so_does_one_behind_a_late_one() -> None:
+    waiting, loop = connection()
+    waiting._expect(10.0)
+    waiting._expect(1.0)
+    loop.pass_s(5.0)
+    assert waiting.late_at == [1.0]
+    waiting._expect(GRACE_S / 4)
+    loop.pass_s(GRACE_S / 2)
+    assert waiting.late_at == [1.0, 5.0 + GRACE_S / 4]
+
+
 def test_many_requests_share_a_timer() -> None:
     waiting, loop = connection()
     for _ in range(1000):

@@ -591,6 +591,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "tool_choice.allowed_tools.tools[0].function.name",
     ),
     "allowed tools of no list": (CHAT, {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": 5}, "tools"),
+    "allowed tools of one name": (
+        CHAT,
+        {**allowing({"mode": "auto", "tools": [ENTRY]}), "tools": [OTHER, TOOL, OTHER]},
+        "tools[2].function.name",
+    ),
     "one call at a time": (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     "obfuscation": (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     "stream option": (CHAT, {"stream_options": {"zzz": 1}}, "stream_options.zzz"),

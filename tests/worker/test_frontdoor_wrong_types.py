@@ -30,6 +30,10 @@ def function(**fields: Any) -> dict[str, Any]:
     return chat(tools=[{**TOOL, "function": {**TOOL["function"], **fields}}])
 
 
+def formatted(**fields: Any) -> dict[str, Any]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {}, **fields}})
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -72,6 +76,22 @@ def function(**fields: Any) -> dict[str, Any]:
         ),
         (chat(messages=[{"role": "function", "content": "a"}]), "messages[0].name"),
         (function() | {"messages": []}, "messages"),
+        (chat(messages=[{"role": "assistant", "reasoning_content": 5}]), "messages[0].reasoning_content"),
+        (function(parameters=5), "tools[0].function.parameters"),
+        (chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}, "zzz": 1}), "tool_choice.zzz"),
+        (
+            chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f", "zzz": 1}}),
+            "tool_choice.function.zzz",
+        ),
+        *(
+            (formatted(**{key: value}), f"response_format.json_schema.{key}")
+            for key, value in {"zzz": 1, "description": 5, "strict": "yes", "name": 5}.items()
+        ),
+        (chat(stop=[]), "stop"),
+        (chat(stop=""), "stop"),
+        (chat(stop_token_ids=[5, True]), "stop_token_ids[1]"),
+        (chat(stop_token_ids=[-1]), "stop_token_ids[0]"),
+        (chat(stop_token_ids=[2**32]), "stop_token_ids[0]"),
         (chat(logit_bias={"5": 1, "05": 1}), "logit_bias"),
         (chat(logit_bias={"\u0661": 1}), "logit_bias"),
         ({"messages": [USER]}, "model"),

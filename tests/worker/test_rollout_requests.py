@@ -210,6 +210,21 @@ def test_fields_of_vllm_are_read_or_refused_by_name(fields: dict[str, Any]) -> N
     assert field is not None or "unknown" not in {*fields, *fields["sampling_params"]}
 
 
+@pytest.mark.parametrize(
+    ("guide", "field"),
+    [
+        ({"json_object": "false"}, "sampling_params.structured_outputs.json_object"),
+        ({"json_object": 1, "regex": "a"}, "sampling_params.structured_outputs.json_object"),
+        ({"json_object": False}, "sampling_params.structured_outputs"),
+        ({"regex": "a", "choice": 0}, "sampling_params.structured_outputs"),
+    ],
+)
+def test_a_guide_of_vllm_that_is_none_is_refused(guide: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldRefused) as error:
+        inference_request.read({"token_ids": [5], "sampling_params": {"structured_outputs": guide}})
+    assert error.value.param == field
+
+
 @pytest.mark.parametrize("params", [{}, {"max_tokens": None}])
 def test_max_tokens_of_vllm_is_the_context_by_default(params: dict[str, Any]) -> None:
     """An answer that names none ended after 16 tokens."""

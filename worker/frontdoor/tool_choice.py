@@ -62,7 +62,11 @@ def _places(tools: Any) -> dict[str, int]:
     listed = tools if isinstance(tools, list) else ()
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-    return {name: place for place, name in enumerate(names) if isinstance(name, str)}
+    places: dict[str, int] = {}
+    for place, name in enumerate(names):
+        if isinstance(name, str) and places.setdefault(name, place) != place:
+            raise FieldRefused(f"tools[{place}].function.name", "is the name of an earlier tool")
+    return places
 
 
 def _place(path: str, entry: Any, places: dict[str, int]) -> int:

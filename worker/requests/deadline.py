@@ -23,11 +23,13 @@ async def until(
     """
     while (left := deadline - clock()) > 0:
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(left) as limit:
                 delta = await anext(deltas)
         except StopAsyncIteration:
             return
         except TimeoutError:
+            if not limit.expired():  # an error of the engine's
+                raise
             break
         yield delta
         if delta.finish_reason is not None:  # however late its end is asked for

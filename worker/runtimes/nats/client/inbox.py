@@ -76,7 +76,7 @@ class Inbox:
 
     async def resume(self) -> None:
         """Ask for what was sent while the connection was lost."""
-        for receiver in self.receivers.values():
+        for receiver in tuple(self.receivers.values()):
             receiver.heard_s = time.monotonic()
             await self.acknowledge(receiver.acknowledge, receiver.expected, RESUME)
 

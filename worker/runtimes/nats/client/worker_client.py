@@ -89,7 +89,7 @@ class WorkerClient:
     async def close(self) -> None:
         """Leave; answers under way are cancelled."""
         self._inbox.close()
-        for receiver in self._inbox.receivers.values():
+        for receiver in tuple(self._inbox.receivers.values()):
             await self.cancel(receiver.request_id)
         await disconnect(self.connection)
 
