@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -38,5 +39,17 @@ def peak_bytes(call: Callable[[], object]) -> int:
         with contextlib.suppress(ValueError):
             call()
         return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def kept_bytes(call: Callable[[], object]) -> int:
+    """Bytes that ``call`` has allocated and that are still there once it has returned."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        call()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -29,11 +29,11 @@ Such grammars compile one at a time, so that others do not wait for them.
 NUM_THREADS = 2
 """Threads for all other grammars."""
 
-BYTES_PER_CHARACTER = 128
-"""Compiled bytes per character of source, where no sandbox has measured them.
+BYTES_AT_LEAST, BYTES_PER_CHARACTER = 64 * 1024, 128
+"""Bytes of a grammar of one character, and of each one more, where no sandbox has measured them.
 
-More than JSON Schemas take, which take most: with other threads in the process the allocator's
-counters do not say.
+About what JSON Schemas and lists of texts take, which take most: with other threads in the process
+the allocator's counters do not say.
 """
 
 
@@ -43,7 +43,7 @@ class Compiled:
 
     Attributes:
         matcher: Matcher in its initial state; copied, never advanced.
-        num_bytes: Memory of the grammar, bytes.
+        num_bytes: Memory of the grammar once it has been used, bytes.
         cpu_s: Processor time that it took to compile, seconds.
     """
 
@@ -96,7 +96,8 @@ class CompileThreads:
         if verdict is not None:
             return Compiled(matcher, verdict.num_bytes, verdict.cpu_s)
         walk(matcher.deep_copy(), tokenizer)
-        return Compiled(matcher, BYTES_PER_CHARACTER * len(grammar), time.thread_time() - began_s)
+        num_bytes = BYTES_AT_LEAST + BYTES_PER_CHARACTER * len(grammar)
+        return Compiled(matcher, num_bytes, time.thread_time() - began_s)
 
 
 _stack_size = threading.Lock()

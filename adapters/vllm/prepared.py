@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,24 +21,27 @@ MAX_PREPARED = 4096
 
 
 class PreparedGrammars:
-    """The grammars that vLLM's processes have compiled, as far as they were asked. Bounded."""
+    """The grammars that vLLM's processes have compiled, as far as they were asked. Bounded.
+
+    Their digests are kept, and not the grammars: one may have megabytes.
+    """
 
     def __init__(self) -> None:
-        self._grammars: OrderedDict[str, None] = OrderedDict()
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._grammars)
+        return len(self._digests)
 
     def __contains__(self, grammar: str) -> bool:
-        return grammar in self._grammars
+        return _digest(grammar) in self._digests
 
     def note(self, grammars: Sequence[str]) -> None:
         """Remember that vLLM's processes have compiled these."""
-        for grammar in grammars:
-            self._grammars[grammar] = None
-            self._grammars.move_to_end(grammar)
-        while len(self._grammars) > MAX_PREPARED:
-            self._grammars.popitem(last=False)
+        for digest in map(_digest, grammars):
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)
+        while len(self._digests) > MAX_PREPARED:
+            self._digests.popitem(last=False)
 
     async def compile_ahead(self, grammars: Sequence[str], ask: Callable[[], Awaitable[Sequence[bool]]]) -> None:
         """Return once vLLM's processes have compiled grammars, or cannot be asked.
@@ -58,3 +62,7 @@ class PreparedGrammars:
             logger.warning("vLLM's process compiled no grammar ahead: %s (%s)", error, type(error).__name__)
         else:
             self.note(grammars)
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()

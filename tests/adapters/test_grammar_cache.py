@@ -49,6 +49,14 @@ def cache_of(tokenizer: LLTokenizer, sandbox: GrammarSandbox | None, max_bytes: 
     return cache
 
 
+@pytest.mark.parametrize("pattern", ["[a-z]{1,8}", "|".join(f"word{number}" for number in range(40))])
+def test_an_estimate_of_bytes_is_near_those_measured(
+    tokenizer: LLTokenizer, sandbox: GrammarSandbox, pattern: str
+) -> None:
+    estimated, measured = (cache_of(tokenizer, each).compiled(regex(pattern)).num_bytes for each in (None, sandbox))
+    assert measured / 2 < estimated < 4 * measured
+
+
 @pytest.mark.parametrize("has_sandbox", [True, False])
 def test_the_least_recently_used_goes_when_the_bytes_are_taken(
     tokenizer: LLTokenizer, sandbox: GrammarSandbox, has_sandbox: bool

@@ -109,6 +109,12 @@ def test_a_grammar_that_compiles_says_what_it_takes(sandbox: GrammarSandbox) -> 
     assert verdict(sandbox, GOOD).num_bytes == pytest.approx(small.num_bytes, rel=0.05)
 
 
+def test_what_a_grammar_takes_as_it_is_used_counts(sandbox: GrammarSandbox) -> None:
+    verdict(sandbox, GOOD)
+    short, long = verdict(sandbox, regex("[a-z]{1,8}")), verdict(sandbox, regex("[a-z]{1,200}"))
+    assert long.num_bytes - short.num_bytes > 16 * 1024  # both compile to the same size, and a state is one letter
+
+
 CRASHES = {
     "rule chain of 3,000": rule_chain(3000),
     "rule chain of 5,000": rule_chain(5000),

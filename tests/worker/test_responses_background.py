@@ -119,6 +119,21 @@ async def test_a_background_response_is_streamed_again() -> None:
     assert check_stream(events).to_dict() == final.to_dict()
 
 
+async def test_events_that_nobody_can_ask_for_are_not_kept() -> None:
+    slow = Slow(*(chunk(content="a") for _ in range(101)))
+    async with served(slow) as (at, client):
+        for is_streamed in (False, True):
+            made: Any = await client.responses.create(model="m", input="Hi", background=True, stream=is_streamed)
+            response_id = (await anext(made)).response.id if is_streamed else made.id
+            for _ in range(100):
+                slow.may.release()
+            while (await client.responses.retrieve(response_id)).output_text != "a" * 100:
+                await asyncio.sleep(0.01)
+            ((_, run),) = responses_of(at.door)._running.items()
+            assert (len(run.events) > 100) is is_streamed
+            await client.responses.delete(response_id)
+
+
 async def test_a_background_response_without_room_says_so() -> None:
     big = [chunk("stop", content="x" * 2**20), usage()]
     async with served(Answers(big), response_store_mib=1) as (_, client):

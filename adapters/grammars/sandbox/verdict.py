@@ -40,7 +40,7 @@ class Verdict:
     Attributes:
         outcome: ``compiled``, ``refused`` by llguidance, or the limit that was exceeded.
         problem: Reason of a refusal, one short line; empty if it compiled.
-        num_bytes: Memory of the compiled grammar, bytes.
+        num_bytes: Memory of the compiled grammar once it has run on trial, bytes.
         cpu_s: Processor time of compiling, seconds.
     """
 

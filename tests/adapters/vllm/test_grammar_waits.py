@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from growth import kept_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
@@ -28,6 +29,7 @@ from adapters.vllm import admission, grammars, middleware
 from adapters.vllm.grammars import STEP_S, WAIT_S, NotApplied, NotCompiled, wait_compiled
 from adapters.vllm.middleware import Middleware, _Held
 from adapters.vllm.model import ServedModel
+from adapters.vllm.prepared import MAX_PREPARED, PreparedGrammars
 from adapters.vllm.requests import selection_of
 from adapters.vocabulary import Vocabulary
 
@@ -494,3 +496,19 @@ def test_the_operators_grammars_are_compiled_ahead(monkeypatch: pytest.MonkeyPat
     empty = b'{"vllm_xargs": {"logits_processors": {"version": 1, "processors": []}}}'
     assert not grammars.grammars_in(json.loads(empty), plain)
     assert len(grammars.grammars_in(json.loads(empty), forced)) == 1
+
+
+def test_prepared_grammars_are_known_by_their_digests() -> None:
+    prepared, large = PreparedGrammars(), "a" * 2**16
+
+    def note() -> None:
+        for number in range(64):
+            prepared.note([f"{large}{number}", f"{number}\ud800"])
+
+    assert kept_bytes(note) < len(large)
+    assert f"{large}63" in prepared
+    assert "63\ud800" in prepared
+    assert large not in prepared
+    prepared.note([str(number) for number in range(MAX_PREPARED)])
+    assert len(prepared) == MAX_PREPARED
+    assert f"{large}63" not in prepared

@@ -25,7 +25,8 @@ class BackgroundRun:
         ended: Called at its end.
 
     Attributes:
-        events: Events so far, as they are sent, in order of their sequence numbers.
+        events: Events so far, as they are sent, in order of their sequence numbers; none unless it
+            can be streamed again.
     """
 
     def __init__(self, generation: Generation, *, keeps_events: bool, ended: Callable[[], object]) -> None:
@@ -94,10 +95,12 @@ class BackgroundRun:
     def _take(self, events: Iterable[Event]) -> None:
         """Take events, and store the response with the last ones."""
         taken = list(events)
-        sent = [*map(as_sent, taken)]
-        if self._generation.answer.is_over:
-            all_events = [*self.events, *sent] if self.keeps_events else ()
-            if not self._generation.keep(taken, all_events):
-                sent = [*map(as_sent, taken)]  # which now say so
+        sent = self._as_sent(taken)
+        if self._generation.answer.is_over and not self._generation.keep(taken, [*self.events, *sent]):
+            sent = self._as_sent(taken)  # which now say so
         self.events += sent
         self._news.set()
+
+    def _as_sent(self, events: Iterable[Event]) -> list[bytes]:
+        """Events as they are sent, if anybody can ask for them: each is many times its text."""
+        return [*map(as_sent, events)] if self.keeps_events else []
