@@ -61,6 +61,7 @@ class ClientField:
 _BOTH = (CHAT, COMPLETIONS)
 _TEXT_ONLY = "this worker serves text only"
 _OLD = "is deprecated; use tools and tool_choice"
+_PREPARED = "pictures are read and prepared as the model's own files say"
 _TEMPLATE = "For the chat template."
 _ONE_GUIDE = "At most one guide per request."
 
@@ -318,8 +319,8 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
         removed=True,
     ),
     _refused("prompt_embeds", (COMPLETIONS,), "prompts are text or token ids here"),
-    _refused("mm_processor_kwargs", (CHAT,), _TEXT_ONLY, {}),
-    _refused("media_io_kwargs", (CHAT,), _TEXT_ONLY, {}),
+    _refused("mm_processor_kwargs", (CHAT,), _PREPARED, {}),
+    _refused("media_io_kwargs", (CHAT,), _PREPARED, {}),
 )
 
 
