@@ -24,7 +24,7 @@ def write_colour_model(directory: Path) -> Path:
     """The tiny model with a vision tower in name, and a template with places for pictures.
 
     Dynamo's frontend counts the tokens of its pictures where ``directory`` is called after a model
-    that it knows, as ``llava``.
+    that it knows, as ``llava-1.5``.
     """
     model = write_tiny_model(directory)
     config = json.loads((model / "config.json").read_text())

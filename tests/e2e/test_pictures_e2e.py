@@ -21,7 +21,7 @@ RED, BLUE = (252, 0, 0), (0, 0, 252)
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Path]]:
-    model = write_colour_model(tmp_path_factory.mktemp("colours") / "llava")  # a name that the frontend knows
+    model = write_colour_model(tmp_path_factory.mktemp("colours") / "llava-1.5")  # a name that the frontend knows
     files = tmp_path_factory.mktemp("pictures")
     (files / "blue.png").write_bytes(png(BLUE))
     with running_stack(tmp_path_factory.mktemp("seeing"), model) as stack:
