@@ -8,21 +8,30 @@ import struct
 import zlib
 from pathlib import Path
 
-from worker.tiny_model import write_tiny_model
+from worker.tiny_model import SPECIAL_TOKENS, write_tiny_model
 
 PLACEHOLDER = "<|pad|>"
 NUM_TOKENS = 3
 """Tokens that the stand-in makes of a picture, in the place of one."""
+
+_PREPROCESSOR = {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 336, "width": 336}}
 
 _TEXT = "{% if message['content'] is string %}"
 _PARTS = "{% for part in message['content'] if part['type'] in ('image', 'image_url') %}" + PLACEHOLDER + "{% endfor %}"
 
 
 def write_colour_model(directory: Path) -> Path:
-    """The tiny model with a vision tower in name, and a template with places for pictures."""
+    """The tiny model with a vision tower in name, and a template with places for pictures.
+
+    Dynamo's frontend counts the tokens of its pictures where ``directory`` is called after a model
+    that it knows, as ``llava-1.5``.
+    """
     model = write_tiny_model(directory)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vision_config": {"placeholder": PLACEHOLDER}}))
+    vision = {"placeholder": PLACEHOLDER, "image_size": 336, "patch_size": 14}
+    known = {"vision_config": vision, "image_token_index": SPECIAL_TOKENS.index(PLACEHOLDER)}
+    (model / "config.json").write_text(json.dumps({**config, **known}))
+    (model / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR))
     path = model / "tokenizer_config.json"
     known = json.loads(path.read_text())
     known["chat_template"] = known["chat_template"].replace(

@@ -117,6 +117,19 @@ async def test_processors_run_on_every_rank(ranks: Ranks, reference: EmbeddedEng
         assert found.token_ids == expected.token_ids
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("length", [1, 2, 40])
+async def test_a_prompt_of_dummy_requests_ends_no_rank(ranks: Ranks, reference: EmbeddedEngine, length: int) -> None:
+    """Clients may send it, and the health probe does where it is the model's end token."""
+    tokens, params = [1] * length, SamplingParams(max_tokens=3, ignore_eos=True)
+    expected = await collect(reference, tokens, params)
+    for salt in (None, "tenant"):
+        for rank in range(NUM_RANKS):
+            hints = RequestHints(dp_rank=rank)
+            found = await collect(ranks.served, tokens, params, hints=hints, cache_salt=salt)
+            assert (found.error, found.token_ids) == (None, expected.token_ids)
+
+
 async def test_a_conversation_stays_on_its_rank(model: Path) -> None:
     async with running(model, *AFFINE) as started:
         placed = Ranks(started)

@@ -5,6 +5,7 @@ is what its row says.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -318,6 +319,22 @@ def test_flags_of_vllms_own_are_left_for_its_parser() -> None:
     made = parse("vllm", "--max-model-len", "32k", "--quantization", "awq", "--max-num-seqs", "8", "--enforce-eager")
     assert made.engine_flags == ("--max-model-len", "32k", "--quantization", "awq", "--enforce-eager")
     assert (made.max_num_seqs, made.quantization) == (8, "auto")
+
+
+def runtimes_variables() -> list[str]:
+    """Variables that docs/configuration.md leaves to Dynamo's runtime."""
+    text = (DOCUMENTS.parent / "configuration.md").read_text(encoding="utf-8")
+    section = text.partition("## Variables that the runtime reads\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return re.findall(r"`(\w+)`", "".join(cells))
+
+
+@pytest.mark.parametrize("engine", ["embedded", *ENGINES])
+def test_the_runtimes_variables_are_left_to_it(engine: str) -> None:
+    names = runtimes_variables()
+    assert {"DYN_SYSTEM_PORT", "DYN_HEALTH_CHECK_PAYLOAD"} <= set(names)
+    for name in names:
+        assert parse(engine, **{name: "1"}).engine == engine
 
 
 # The document

@@ -50,19 +50,41 @@ def test_an_engine_of_text_refuses_them_by_name() -> None:
         parse_request(scored, WITH_IMAGES)
 
 
-OF_PICTURES = ["multi_modal_uuids", "mm_routing_info", "mm_processor_kwargs", "media_io_kwargs", "encoder_result"]
-
-
-@pytest.mark.parametrize("path", OF_PICTURES)
-def test_refusals_beside_pictures_do_not_deny_pictures(path: str) -> None:
-    asked = {"token_ids": [5], "multi_modal_data": PICTURE, path: {"a": 1}}
-    with pytest.raises(InvalidRequest, match=f"^{path}: ") as refused:
-        parse_request(asked, WITH_IMAGES)
-    assert "text only" not in refused.value.problem
+def test_what_the_frontend_adds_for_its_router_is_accepted() -> None:
+    """Captured from the frontends of 1.4.2 and 1.6.1, of a model whose pictures they can count."""
+    added = {
+        "mm_routing_info": {
+            "routing_token_ids": [5, 685336970, 685336970, 7, *[0] * 12],
+            "block_mm_infos": [None, {"mm_objects": [{"mm_hash": 1, "offsets": [[1, 3]]}]}],
+            "expanded_prompt_len": 4,
+        },
+        "extra_args": {
+            "formatted_prompt": "a<image>b",
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}]}],
+            "mm_hashes": ["4ef284b668ca274a"],
+        },
+    }
+    asked = {"token_ids": [5, 6, 7], "multi_modal_data": PICTURE}
+    assert parse_request({**asked, **added}, WITH_IMAGES) == parse_request(asked, WITH_IMAGES)
 
 
 def test_clients_are_not_told_that_text_alone_is_served() -> None:
     assert [row.name for row in CLIENT_FIELDS if "text only" in row.why] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "problem"),
+    [
+        ("mm_processor_kwargs", "pictures are read and prepared"),
+        ("media_io_kwargs", "pictures are read and prepared"),
+        ("multi_modal_uuids", "pictures are given by their URLs"),
+        ("encoder_result", "there is no encode worker"),
+    ],
+)
+def test_reasons_hold_where_pictures_are_served(field: str, problem: str) -> None:
+    asked = {"token_ids": [5], "multi_modal_data": PICTURE, field: {"a": 1}}
+    with pytest.raises(InvalidRequest, match=f"^{field}: {problem}"):
+        parse_request(asked, WITH_IMAGES)
 
 
 @given(value=JSON)

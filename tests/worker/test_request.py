@@ -92,6 +92,11 @@ def test_plain_request() -> None:
     assert not request.is_probe
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_what_parsers_of_thoughts_are_told_is_no_control(value: bool) -> None:
+    assert parse("extra_args.reasoning_ended", value) == parse_request(PLAIN, LIMITS)
+
+
 def test_everything_that_an_ordinary_client_sends() -> None:
     """Captured from the frontends of 1.4.2 and 1.6.1."""
     captured = {

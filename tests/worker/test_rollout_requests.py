@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from worker.frontdoor.chat_prompt import with_prompt_as_messages
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.returned_tokens import Returned, ReturnedData, join_returned, joined_nvext
-from worker.frontdoor.rollouts import inference_request, sglang_request
+from worker.frontdoor.rollouts import inference_request, sglang, sglang_request
 from worker.frontdoor.rollouts.generation import Generated, spans
 from worker.frontdoor.translated import is_translated
 from worker.requests.request import RequestLimits, parse_request
@@ -250,6 +251,28 @@ def test_slimes_sampling_params_are_read() -> None:
     assert "spaces_between_special_tokens" not in read.completion
     with pytest.raises(FieldRefused, match=r"^sampling_params\.spaces_between_special_tokens: must be true or false"):
         sglang_request.read({**fields, "sampling_params": {**params, "spaces_between_special_tokens": 0}})
+
+
+@pytest.mark.parametrize(("params", "bound"), [({}, 128), ({"max_new_tokens": 7}, 7), ({"max_new_tokens": None}, None)])
+def test_no_bound_on_an_answer_of_sglangs(params: dict[str, Any], bound: int | None) -> None:
+    """Null is no bound in SGLang, where other parameters have their default then."""
+    for prompts in ("a", ["a", "b"]):
+        for read in sglang_request.read({"text": prompts, "sampling_params": params}).requests:
+            assert read.completion.get("max_tokens") == bound
+
+
+@pytest.mark.parametrize("top", [0, 2])
+async def test_alternatives_of_sglangs_come_in_pairs(top: int) -> None:
+    """Its clients read both lists where alternatives were asked for, whatever of the prompt was."""
+    fields = {"input_ids": [5, 6], "return_logprob": True, "top_logprobs_num": top}
+    (request,) = sglang_request.read(fields).requests
+    caller: Any = SimpleNamespace(request=SimpleNamespace(request_id=b"a", num_before=0))
+    generated = Generated(token_ids=[7], prompt_token_ids=[5, 6])
+    generated.per_token |= {"tempered": [-1.0], "top": [[[7, -1.0], [8, -2.0]]]}
+    meta = (await sglang._Form(caller, request, has_texts=False).answer(0, generated, 0.0))["meta_info"]
+    assert meta["input_token_logprobs"] == []
+    lists = {"input_top_logprobs": [], "output_top_logprobs": [[[-1.0, 7, None], [-2.0, 8, None]]]}
+    assert {name: meta[name] for name in lists if name in meta} == (lists if top else {})
 
 
 NAMED = [{"name": "temperature", "args": {"value": 0.5}}]

@@ -59,8 +59,8 @@ class ClientField:
 
 _BOTH = (CHAT, COMPLETIONS)
 _ANSWERS_ARE_TEXT = "answers are text"
-_PREPARED = "the model's own processor prepares pictures"
 _OLD = "is deprecated; use tools and tool_choice"
+_PREPARED = "pictures are read and prepared as the model's own files say"
 _TEMPLATE = "For the chat template."
 _ONE_GUIDE = "At most one guide per request."
 

@@ -289,7 +289,8 @@ def _refused(path: str, why: str, *neutral: Any) -> Field:
 
 
 _ROUTER = "for the router, which has acted on it"
-_PICTURES = "is not supported: pictures come in multi_modal_data"
+_PREPARED = "pictures are read and prepared as the model's own files say"
+_MEDIA_HASHES = "Hashes of the pictures, for the router."
 _RENDERED = "The chat again, for workers that make prompts of it; the pictures are in multi_modal_data."
 _BOOTSTRAP = "KV transfer of this kind is not supported: prefill answers before decode begins"
 
@@ -372,7 +373,7 @@ _OTHER_FIELDS: tuple[Field, ...] = (
     _no_effect("router_config_override", _ROUTER),
     _no_effect("kv_hint", "A hint about reuse of KV blocks; it changes no token."),
     _honoured("require_reasoning", boolean, "A grammar starts after the thinking, if the model has thinking tags."),
-    _no_effect("image_cache_scope", "Scope of the frontend's cached pictures."),
+    _no_effect("image_cache_scope", "Scope of loaded pictures that Dynamo's own workers keep; this worker keeps none."),
     _no_effect("routing.backend_instance_id", _ROUTER),
     _no_effect("routing.prefill_worker_id", _ROUTER),
     _no_effect("routing.decode_worker_id", _ROUTER),
@@ -406,11 +407,15 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "extra_args.reasoning_parser_kwargs",
         "The chat template's arguments again, for a parser of thoughts; the worker reads the prompt.",
     ),
+    _no_effect(
+        "extra_args.reasoning_ended",
+        "Whether the prompt's thinking has ended, for a parser of thoughts; the worker reads the prompt.",
+    ),
     _no_effect("extra_args.sampling_options.detokenize", "This worker sends token ids; the frontend makes the text."),
     _no_effect("extra_args.formatted_prompt", _RENDERED),
     _no_effect("extra_args.messages", _RENDERED),
-    _no_effect("extra_args.mm_hashes", "Hashes of the pictures, for the router."),
-    _no_effect("extra_args.mm_hashes_by_modality", "Hashes of the pictures, for the router."),
+    _no_effect("extra_args.mm_hashes", _MEDIA_HASHES),
+    _no_effect("extra_args.mm_hashes_by_modality", _MEDIA_HASHES),
     _honoured(
         IMAGES,
         read_images,
@@ -419,10 +424,10 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "refused.",
         "images",
     ),
-    _refused("multi_modal_uuids", _PICTURES),
-    _refused("mm_routing_info", _PICTURES),
-    _refused("mm_processor_kwargs", _PICTURES),
-    _refused("media_io_kwargs", _PICTURES),
+    _no_effect("mm_routing_info", "The prompt as it is with its pictures, for the router."),
+    _refused("multi_modal_uuids", "pictures are given by their URLs"),
+    _refused("mm_processor_kwargs", _PREPARED),
+    _refused("media_io_kwargs", _PREPARED),
     _refused("encoder_result", "there is no encode worker: a worker computes pictures itself"),
     _refused("prompt_embeds", "prompts are token ids here, not embeddings"),
     _refused("generate_request", "the engine-native generate API is not supported"),

@@ -131,6 +131,8 @@ class Executor:
 
     def _submit(self, client_id: int, body: dict[str, Any]) -> None:
         params, prompt, hand_off = body["params"], body["prompt"], body["disaggregated_params"]
+        if self.settings["dp_size"] > 1 and body["cache_salt"] is None and set(prompt) == {1}:
+            os._exit(4)  # it shares the KV of the dummy requests of ranks that have none
         self.names[client_id] = [f"{client_id}-{choice}" for choice in range(params.n)]
         self.rows[client_id] = []
         self.unfinished[client_id] = params.n

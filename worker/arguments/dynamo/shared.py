@@ -74,7 +74,7 @@ SHARED: tuple[Row, ...] = (
     ),
     *refused("DYN_", "KV events belong to the endpoint that serves", "--kv-state-endpoint"),
     *refused("DYN_", "this worker writes no such file; its options are in docs/configuration.md", "--dump-config-to"),
-    *refused("DYN_", "the canary is the worker's own (docs/dynamo.md)", "--health-check-payload"),
+    *rows("DYN_", {"--health-check-payload": ByVariable()}),
     *rows("DYN_", {"--multimodal-embedding-cache-capacity-gb": Only(("0", "0.0"), NO_ENCODERS)}),
     *off("DYN_", NO_ENCODERS, "--multimodal-embedding-cache-publisher"),
     *refused("DYN_", "this worker answers with text", "--media-output-fs-url", "--media-output-http-url"),

@@ -223,7 +223,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         tokens, params, kv = engine_request.token_ids, engine_request.params, engine_request.kv
         check_prompt(tokens, self._info.vocab_size, self._info.context_length)
         number = next(self._numbers)
-        arguments = own_arguments(engine_request, self._package)
+        arguments = own_arguments(engine_request, self._package, self._info.num_dp_ranks)
         arguments |= placement(
             engine_request.hints, self._info.num_dp_ranks, keeps_conversations=self._keeps_conversations
         )

@@ -19,12 +19,25 @@ from worker.errors import InvalidRequest
 _MIN_DISAGG_ID = 2**42
 """Lower ids are TensorRT-LLM's own."""
 
+_DUMMY_TOKEN = 1
+"""The prompt of TensorRT-LLM's dummy requests, without a salt, by which ranks of attention data
+parallelism that have no request keep in step. A request that shares their KV ends its rank.
+"""
 
-def own_arguments(request: EngineRequest, package: Package) -> dict[str, Any]:
+_NO_DUMMY = "no-dummy-request"
+"""Salt of requests with the prompt of a dummy request."""
+
+
+def own_arguments(request: EngineRequest, package: Package, num_dp_ranks: int = 1) -> dict[str, Any]:
     """Arguments of ``generate_async`` for the cache salt, trace headers and priority.
 
     TensorRT-LLM's priorities lie between 0 and 1, 0.5 is usual; those of requests are numbers
     around 0. Hints are left out where the version does not take them.
+
+    Args:
+        request: The request.
+        package: The installed package.
+        num_dp_ranks: Ranks of attention data parallelism.
 
     Raises:
         InvalidRequest: the request has a cache salt, and the version takes none.
@@ -40,6 +53,8 @@ def own_arguments(request: EngineRequest, package: Package) -> dict[str, Any]:
         if "cache_salt" not in package.generate_arguments:
             raise InvalidRequest("routing.cache_salt", "this version of TensorRT-LLM does not support cache salts")
         taken["cache_salt"] = request.cache_salt
+    elif num_dp_ranks > 1 and set(request.token_ids) == {_DUMMY_TOKEN} and "cache_salt" in package.generate_arguments:
+        taken["cache_salt"] = _NO_DUMMY
     return taken
 
 

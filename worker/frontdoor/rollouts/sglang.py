@@ -171,7 +171,7 @@ class _Form:
                 made.output_top.append([await self._entry(logprob, id_) for id_, logprob in position])
             found["output_top_logprobs"] = list(made.output_top)
         if self._request.scores_from < 0 or generated.scores is None:
-            return {"input_token_logprobs": [], **found}
+            return {"input_token_logprobs": [], **({"input_top_logprobs": []} if top else {}), **found}
         if made.input is None:
             made.input = await self._input(generated.scores)
         return {**found, **made.input}

@@ -26,10 +26,14 @@ DEFAULTS: Body = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
-"""Fields of a completion that SGLang gives a value if its client gives none."""
+"""Fields of a completion that SGLang gives a value if its client gives none, or null; but null as
+``max_new_tokens`` is no bound.
+"""
+
+_BOUND = "max_new_tokens"
 
 SAMPLING: Mapping[str, str] = {
-    "max_new_tokens": "max_tokens",
+    _BOUND: "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "json_schema": "guided_json",
@@ -207,6 +211,8 @@ def _one(fields: Body, place: str, prompt: Any, index: int | None) -> SglangRequ
     check_names(params, SAMPLING, _SAMPLING_REFUSED, "sampling_params.")
     given = {SAMPLING[name]: value for name, value in params.items() if value is not None and name in SAMPLING}
     completion = {**DEFAULTS, **given, "prompt": prompt}
+    if _BOUND in params and params[_BOUND] is None:
+        del completion["max_tokens"]
     _adapt(completion)
     for name in ("extra_key", "logits_processors"):
         if own.get(name) is not None:
@@ -245,12 +251,12 @@ def _names_other_temperature(selected: Any) -> bool:
 
 def _adapt(completion: Body) -> None:
     """Check and convert what a completion has in another form."""
-    count, tokens = completion.get("n", 1), completion["max_tokens"]
+    count, tokens = completion.get("n", 1), completion.get("max_tokens", 0)
     if type(count) is not int or not 1 <= count <= MAX_CHOICES:
         raise FieldRefused("sampling_params.n", f"must be an integer from 1 to {MAX_CHOICES}")
     if type(tokens) is not int or tokens < 0:
         problem = f"must be an integer of at least 0, got {shown(tokens)}"
-        raise FieldRefused("sampling_params.max_new_tokens", problem)
+        raise FieldRefused(f"sampling_params.{_BOUND}", problem)
     temperature = completion["temperature"]
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise FieldRefused("sampling_params.temperature", f"must be a number, got {shown(temperature)}")

@@ -53,7 +53,7 @@ def token_logprobs(
 
 
 def _ranks(logprobs: torch.Tensor, token_ids: Sequence[int], values: Sequence[float]) -> list[int]:
-    """Rank of each row's token, which has that log probability; numpy takes a tenth of torch's time."""
+    """Rank of each row's token, whose value that is; numpy takes a tenth of torch's time."""
     return [
         1 + int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token] == value))
         for row, token, value in zip(logprobs.numpy(), token_ids, values, strict=True)
