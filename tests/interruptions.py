@@ -143,7 +143,7 @@ async def nothing_left(what: object = "") -> AsyncIterator[None]:
             while left := asyncio.all_tasks() - before:
                 await asyncio.wait(left, timeout=0.01)
         await asyncio.sleep(0)
-        gc.collect()
+        gc.collect(1)  # of what was made since, which is young
         await asyncio.sleep(0)
     except TimeoutError:
         raise AssertionError(f"left behind: {asyncio.all_tasks() - before}, {what}") from None
