@@ -33,7 +33,7 @@ async def write(path: Path) -> int:
 async def test_a_file_stays_if_results_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """A batch's name that is mistyped, or a server that is away, had left an empty one."""
+    """A name that is mistyped, or a server that is away, costs nobody the results of before."""
     (tmp_path / "out").write_text("results of yesterday")
     monkeypatch.setattr(command, "BatchStore", failing(error))
     with pytest.raises(type(error)):

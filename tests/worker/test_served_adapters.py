@@ -90,7 +90,7 @@ async def test_a_caller_that_leaves_leaves_nothing_half_done(what: str) -> None:
 
 
 async def test_an_adapter_has_its_id_though_its_caller_left() -> None:
-    """A call over OpenEngine may be cancelled by its deadline; the next one found it without."""
+    """A call over OpenEngine may be cancelled by its deadline, and be sent again."""
     wanted = wire.LoraAdapter(lora_id=7, lora_name="a", source_path="/a")
     for interruption in interruptions():
         served = Served()
