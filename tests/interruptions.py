@@ -44,6 +44,8 @@ class Interruption:
             self._prevent(task, work)
         done, _ = await asyncio.wait({task}, timeout=END_S)
         assert done, f"does not end: {self!r}"
+        if not task.cancelled():
+            task.exception()  # else it would count as lost
         return task
 
     def _prevent(self, task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
