@@ -55,7 +55,8 @@ class Interruption:
 
     async def of(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of the work, which is interrupted in the task that runs this."""
-        return await _Driven(work, self)
+        result: T = await _Driven(work, self)
+        return result
 
     def at(self, awaited: Any) -> Exception | None:
         """Take place at a suspension; returns what is to be raised there at once."""
