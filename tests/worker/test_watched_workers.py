@@ -13,6 +13,7 @@ from worker.frontdoor.openengine.workers import Access, EngineWorker
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.identity import ENGINE_NAME, SCHEMA_REVISION
 
+LATER: Any = 99  # no state of this version
 TOLD = {"numerics": "exact", "kv_dtype": "float32"}
 
 
@@ -41,7 +42,7 @@ class Watched(EngineWorker):
 
 
 ODD: dict[str, tuple[str, Any, str]] = {
-    "a state of a later version": ("Health", wire.HealthResponse(state=99), "ValueError"),
+    "a state of a later version": ("Health", wire.HealthResponse(state=LATER), "ValueError"),
     "no numerics": (
         "GetServerInfo",
         SimpleNamespace(engine_name=ENGINE_NAME, schema_revision=SCHEMA_REVISION, instance_id="i", extra={}),
