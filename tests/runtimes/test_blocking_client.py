@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from worker.runtimes.nats.client import blocking
+from worker.runtimes.nats.client import WorkerClient
 from worker.runtimes.nats.client.blocking import BlockingWorkerClient
 
 WAIT_S = 20.0
@@ -55,7 +55,7 @@ def test_an_interrupt_gives_the_answer_up(method: str, monkeypatch: pytest.Monke
         if client.waits.wait(WAIT_S):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(blocking.WorkerClient, "connect", connect)
+    monkeypatch.setattr(WorkerClient, "connect", connect)
     with BlockingWorkerClient("m") as blocked:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
