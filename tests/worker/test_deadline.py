@@ -79,6 +79,16 @@ async def test_a_time_out_of_the_engine_is_no_deadline() -> None:
         await anext(found)
 
 
+async def test_a_reader_that_leaves_ends_the_stream() -> None:
+    """At once, and not when the garbage collector comes by: it holds a slot and KV."""
+    stream = Stream()
+    stream.let.set()
+    found = until(10.0, stream.deltas(), lambda: 0.0)
+    assert (await anext(found)).token_ids == [1]
+    await found.aclose()
+    assert stream.ended
+
+
 @pytest.mark.parametrize("steps", range(6))
 async def test_a_cancellation_beside_a_token_is_not_lost(steps: int) -> None:
     """It comes some turns of the loop behind the token, and the reader reads no more."""

@@ -21,21 +21,23 @@ async def until(
             it holds.
         clock: Seconds since 1970.
     """
-    while (left := deadline - clock()) > 0:
-        try:
-            async with asyncio.timeout(left) as limit:
-                delta = await anext(deltas)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            if not limit.expired():  # an error of the engine's
-                raise
-            break
-        yield delta
-        if delta.finish_reason is not None:  # however late its end is asked for
-            async for delta in deltas:
-                yield delta
-            return
-    if isinstance(deltas, AsyncGenerator):
-        await deltas.aclose()
+    try:
+        while (left := deadline - clock()) > 0:
+            try:
+                async with asyncio.timeout(left) as limit:
+                    delta = await anext(deltas)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                if not limit.expired():  # an error of the engine's
+                    raise
+                break
+            yield delta
+            if delta.finish_reason is not None:  # however late its end is asked for
+                async for delta in deltas:
+                    yield delta
+                return
+    finally:
+        if isinstance(deltas, AsyncGenerator):
+            await deltas.aclose()
     yield TokenDelta(finish_reason="length")

@@ -10,6 +10,7 @@ from worker.engines import EngineInfo, ServingEngine
 from worker.engines.lora_adapters import AdapterRefused, LoadsAdapters, UnknownAdapter
 from worker.engines.weights import NotSupported
 from worker.errors import InvalidRequest, one_line, shown
+from worker.lifecycle.whole import WholeChanges
 
 MAX_NAME = 256
 """Characters of an adapter's name."""
@@ -44,6 +45,7 @@ class ServedAdapters:
         self._info = info
         self._model = model
         self._changing = asyncio.Lock()
+        self._changes = WholeChanges()  # the engine and the runtime have the same adapters, whoever leaves
 
     @property
     def are_served(self) -> bool:
@@ -71,6 +73,9 @@ class ServedAdapters:
             raise InvalidRequest("lora_name", f"must be a name of its own, of 1 to {MAX_NAME} characters")
         if not Path(path).is_absolute():
             raise InvalidRequest("lora_path", f"must be the absolute path of a directory, got {shown(path)}")
+        return await self._changes.made(self._load(engine, name, path, replaces=replaces))
+
+    async def _load(self, engine: LoadsAdapters, name: str, path: str, *, replaces: bool) -> str:
         async with self._changing:
             is_new = name not in self._info.adapters
             if not is_new and not replaces:
@@ -92,7 +97,9 @@ class ServedAdapters:
             AdapterRefused: the runtime cannot unregister it.
             NotSupported: this engine unloads none while it serves.
         """
-        engine = self._loading
+        await self._changes.made(self._unload(self._loading, name))
+
+    async def _unload(self, engine: LoadsAdapters, name: str) -> None:
         async with self._changing:
             if name not in self._info.adapters:
                 raise UnknownAdapter(name)

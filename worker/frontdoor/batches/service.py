@@ -8,10 +8,10 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
 
 from worker.frontdoor.batches.multipart import boundary_of, read_form
 from worker.frontdoor.batches.objects import INPUT, Page, StoredBatch, StoredFile
@@ -22,10 +22,9 @@ from worker.frontdoor.batches.store import Store
 from worker.frontdoor.batches.store_thread import StoreThread
 from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.uploads import Upload, Uploads, errors_of_the_disk
+from worker.lifecycle.whole import WholeChanges
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 DELETED_EVERY_S = 600.0
 """Seconds between two looks for what has expired."""
@@ -73,7 +72,7 @@ class BatchService:
         self.uploads = make_uploads(self._store.files.incoming)
         self._runner = Runner(self._store, ask, models, limits.concurrency, limits.body)
         self._deleting: asyncio.Task[None] | None = None
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = WholeChanges()  # what the store has, the runner has to know
 
     async def start(self) -> None:
         """Go on with the batches that have not ended."""
@@ -89,7 +88,7 @@ class BatchService:
         """End; the batches that have not ended go on when the directory is used again."""
         if self._deleting is not None:
             self._deleting.cancel()
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        await self._changes.ended()
         await self.stop()
         await self._store.close()
 
@@ -164,7 +163,7 @@ class BatchService:
             return batch
 
         with errors_of_the_disk():
-            return await self._whole(begun())
+            return await self._changes.made(begun())
 
     async def batches(self, owner: str, listing: Listing) -> Page[StoredBatch]:
         """A part of the batches of a client. Raises `Refused` (400)."""
@@ -185,16 +184,7 @@ class BatchService:
             return batch
 
         with errors_of_the_disk():
-            return await self._whole(stopped())
-
-    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
-        """The result of a change that is made to its end, though its client may leave meanwhile:
-        what the store has, the runner has to know.
-        """
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
+            return await self._changes.made(stopped())
 
 
 async def _delete_old(store: StoreThread) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from worker.errors import one_line
 from worker.frontdoor.engine_address import EngineAddress
 from worker.frontdoor.errors import MODEL_NOT_FOUND, Refused
 from worker.runtimes.openengine import wire
@@ -140,6 +141,8 @@ class EngineWorker:
                 await self._look()
             except grpc.aio.AioRpcError as error:
                 self.failed(f"{error.code().name}: {error.details()}")
+            except Exception as error:  # the boundary of one look: another version may tell what this one does not know
+                self.failed(f"its state cannot be read: {type(error).__name__}: {one_line(error)}")
             await asyncio.sleep(POLL_S)
 
     def failed(self, problem: str) -> None:

@@ -101,7 +101,7 @@ class DirectServer:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, running, return_exceptions=True)
 
     async def _choice(
         self,

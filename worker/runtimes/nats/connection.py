@@ -167,11 +167,13 @@ async def connect(
     try:
         async with asyncio.timeout(CONNECT_S):
             await connecting
-    except (TimeoutError, NatsError, OSError, ValueError) as error:
+    except BaseException as error:  # of a caller that is cancelled, too: nothing is left of the attempt
         found = failures[-1] if failures else error
         with contextlib.suppress(asyncio.TimeoutError):  # after a failed TLS handshake it never ends
             async with asyncio.timeout(CLOSE_S):
                 await client.close()
+        if not isinstance(error, (TimeoutError, NatsError, OSError, ValueError)):
+            raise
         raise StartupError(f"cannot connect to NATS at {options.shown_url}: {found or type(found).__name__}") from None
     client.options["allow_reconnect"] = True
     return client
@@ -179,7 +181,9 @@ async def connect(
 
 async def disconnect(client: Client) -> None:
     """Send what waits, and close. What waits for a server that is away is lost."""
-    with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):
-        await client.flush(FLUSH_S)
-    with contextlib.suppress(OSError):  # the socket is closed, and nats-py writes to it
-        await client.close()
+    try:
+        with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):
+            await client.flush(FLUSH_S)
+    finally:
+        with contextlib.suppress(OSError):  # the socket is closed, and nats-py writes to it
+            await client.close()

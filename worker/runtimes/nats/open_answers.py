@@ -71,7 +71,7 @@ class OpenAnswers:
         while True:
             await asyncio.sleep(HEARTBEAT_S / 2)
             for request_id, stream in list(self.streams.items()):
-                with contextlib.suppress(NatsError):
+                with contextlib.suppress(NatsError, OSError):  # a socket that is being replaced, too
                     await stream.heartbeat()
                 self._drop_settled(request_id, stream)
 

@@ -10,6 +10,7 @@ from grpc.aio import ServicerContext
 
 from worker.engines.weights import NotSupported
 from worker.errors import Draining, InvalidRequest, ServingError
+from worker.lifecycle.whole import WholeChanges
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.description import RANK, load_info, model_info, server_info
 from worker.runtimes.openengine.errors import UnknownRequest, UnknownSession, Unsupported, engine_error
@@ -39,6 +40,7 @@ class Control:
         self._events: KvEvents | None = None
         self._address = ("", 0)
         self._loras: dict[str, wire.LoraAdapter] = {}  # by name, those loaded over this protocol
+        self._changes = WholeChanges()
 
     def publish(self, events: KvEvents, address: tuple[str, int]) -> None:
         """Offer KV events; ``address`` is the host and port that clients reach this worker at."""
@@ -79,11 +81,15 @@ class Control:
         adapters, wanted = self._adapters(), request.adapter
         if wanted.lora_name in adapters.digests:
             return wire.LoadLoraResponse(adapter=self._lora(wanted.lora_name), already_loaded=True)
-        try:
+
+        async def loaded() -> None:
             await adapters.load(wanted.lora_name, wanted.source_path)
+            self._loras[wanted.lora_name] = wanted
+
+        try:
+            await self._changes.made(loaded())
         except NotSupported as error:
             raise Unsupported("adapter", str(error)) from None
-        self._loras[wanted.lora_name] = wanted
         return wire.LoadLoraResponse(adapter=wanted)
 
     async def unload_lora(self, request: wire.UnloadLoraRequest, context: ServicerContext) -> wire.UnloadLoraResponse:

@@ -175,7 +175,9 @@ class StepThread:
     def _next_message(self) -> Message | None:
         """The next message; None if there is none, and it is time for a step."""
         while self._when_drained and self._stepper.is_drained:
-            self._carry_out(self._when_drained.pop(0))
+            call = self._when_drained.pop(0)
+            if not call.done.cancelled():  # else its caller has left, and lets requests go on
+                self._carry_out(call)
         wait_s = self._stepper.wait_s
         if wait_s == 0 and not self._stepper.scheduler.is_idle:  # else KV is to be received, and nothing is decoded
             wait_s = self._pacing.wait_s(self._stepper.scheduler.queues)

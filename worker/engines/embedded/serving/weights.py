@@ -108,18 +108,16 @@ class WeightControl:
                 given = await asyncio.to_thread(in_own_thread, lambda: self._updates.check(weights.pop()))
                 version = self._next_version(given, name)
                 made = [await self._made(given)] if self._updates.is_beside else []
-            if self.weights_state == "serving":
-                await self._hold(mode)
             try:
+                if self.weights_state == "serving":
+                    await self._hold(mode)
                 with _refusing_out_of_memory():
                     network = made.pop() if made else await self._made(given)
-                await self._call(lambda stepper: self._change(stepper, network, version))
+                await self._call(lambda stepper: self._change(stepper, network, given, version))
                 if not self._updates.is_beside:
                     await asyncio.to_thread(host_memory.free_cycles)  # the old network
             finally:
                 await self._let_go()
-            self._digests.update(given.digests)
-            self._version = version
             seconds = time.perf_counter() - began_s
             formats = dict(sorted(Counter(given.formats.values()).items()))
             rounded = "".join(f"; {count} quantised ones are now in {format}" for format, count in formats.items())
@@ -137,9 +135,12 @@ class WeightControl:
             self._streams.abort_all()
         async with exclusive(self._lock, waits=mode == "abort"):
             state = self.weights_state
-            if state == "serving" or (state == "paused" and mode == "finish"):
-                await self._hold(mode)
-            self._is_paused = True
+            try:
+                if state == "serving" or (state == "paused" and mode == "finish"):
+                    await self._hold(mode)
+                self._is_paused = True
+            finally:
+                await self._let_go()  # unless it pauses now
 
     async def resume(self) -> None:
         """See `UpdatesWeights.resume`."""
@@ -164,11 +165,13 @@ class WeightControl:
                 raise NotSupported("a worker of disaggregated serving cannot sleep: others read its memory")
             if self._level or not self._model.has_network:
                 raise WrongState(REASONS[self.weights_state])
-            if not self._is_paused:
-                await self._hold("keep")
             drop = self._updates.drop if level == 2 else None
-            await self._call(lambda stepper: _fall_asleep(stepper, self._model, drop))
-            self._level = level
+            try:
+                if not self._is_paused:
+                    await self._hold("keep")
+                await self._call(lambda stepper: self._fall_asleep(stepper, level, drop))
+            finally:
+                await self._let_go()  # unless it sleeps now
             await asyncio.to_thread(host_memory.give_back_freed)
 
     async def wake(self) -> None:
@@ -232,8 +235,15 @@ class WeightControl:
         logger.warning("weights: %s: an update must come", reason)
         return None
 
-    def _change(self, stepper: Stepper, network: Network, version: WeightVersion) -> None:
+    def _change(self, stepper: Stepper, network: Network, given: Given, version: WeightVersion) -> None:
+        """Change the weights and their version, whatever becomes of the caller."""
         stepper.change_weights(lambda: self._model.replace_network(network), version)
+        self._digests.update(given.digests)
+        self._version = version
+
+    def _fall_asleep(self, stepper: Stepper, level: int, drop: Callable[[], None] | None) -> None:
+        _fall_asleep(stepper, self._model, drop)
+        self._level = level
 
     def _next_version(self, given: Given, name: str | None) -> WeightVersion:
         digests = self._digests | dict(given.digests)
@@ -250,9 +260,8 @@ class WeightControl:
         await self._call(_stop_computing, when_drained=mode != "keep")
 
     async def _let_go(self) -> None:
-        """Compute again, if nothing stands against it."""
-        if self.weights_state == "serving":
-            await self._call(Stepper.open_gate)
+        """Compute again, unless something stands against it."""
+        await self._call(Stepper.open_gate if self.weights_state == "serving" else _stop_computing)
 
     async def _call(self, work: Callable[[Stepper], T], *, when_drained: bool = False) -> T:
         """Result of `work`, called by the step thread between two steps; not before every request

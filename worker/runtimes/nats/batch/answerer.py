@@ -55,6 +55,10 @@ class BatchAnswerer:
 
     async def run(self, running: RunningRequest) -> None:
         """Answer a request once; it ends in a result, back in its queue, or set aside."""
+        running.has_begun = True
+        if running.ends_as is not None:
+            await unfailing(self._end(running, running.ends_as))
+            return
         try:
             await self._answer_once(running)
         except asyncio.CancelledError:

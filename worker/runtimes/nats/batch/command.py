@@ -24,7 +24,7 @@ from worker.errors import ConfigurationError, ServingError, shown
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.batch.backup import backup, restore
 from worker.runtimes.nats.batch.layout import PRIORITIES
-from worker.runtimes.nats.batch.store import BatchStatus, BatchStore
+from worker.runtimes.nats.batch.store import BatchStatus, BatchStore, DamagedResults
 from worker.runtimes.nats.connection import ConnectionOptions, connect
 
 POLL_S = 0.5
@@ -205,15 +205,19 @@ def _as_json(status: BatchStatus) -> dict[str, Any]:
 async def _results(client: Client, options: Any) -> int:
     store = BatchStore(client)
     lines: list[str] = []
+    damage: DamagedResults | None = None
     try:
         async for line in store.results(options.batch):
             lines.append(json.dumps(line) + "\n")  # in ASCII: clients and terminals know more ends of lines than JSON
-    finally:  # the whole ones are shown, whatever became of others
-        text = "".join(lines)
-        if options.output is None:
-            _print(text)
-        else:
-            await asyncio.to_thread(_write, options.output, text)
+    except DamagedResults as error:  # the whole ones are shown, whatever became of others
+        damage = error
+    text = "".join(lines)
+    if options.output is None:
+        _print(text)
+    else:
+        await asyncio.to_thread(_write, options.output, text)
+    if damage is not None:
+        raise damage
     status = await store.status(options.batch)
     return 0 if status.state == "completed" else 1
 

@@ -56,6 +56,7 @@ class BatchConsumer:
         self._slots = Slots(messages.server, self._running)
         self._asides: dict[Place, asyncio.Task[None]] = {}
         self._loops = Loops()
+        self._fetching: asyncio.Task[bool] | None = None
         self._client: Client | None = None
         self._storage: BatchStorage | None = None
         self._answerer: BatchAnswerer  # once it has started
@@ -92,6 +93,10 @@ class BatchConsumer:
     async def stop(self) -> None:
         """Take no more, and give back what is not answered yet, for `STOP_S` at most."""
         self._loops.stop()
+        if self._fetching is not None:  # what is on its way here is given back, too
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await asyncio.gather(self._fetching, return_exceptions=True)
         running = list(self._running.values())
         for each in running:
             each.end(Returned())
@@ -104,8 +109,11 @@ class BatchConsumer:
 
     async def _fetch_some(self) -> None:
         assert self._client is not None
-        if not self._client.is_connected or not await self._fetch():
-            await asyncio.sleep(IDLE_S)
+        if self._client.is_connected:
+            self._fetching = asyncio.create_task(self._fetch())
+            if await asyncio.shield(self._fetching):
+                return
+        await asyncio.sleep(IDLE_S)
 
     async def _fetch(self) -> bool:
         """Fetch once, of the highest priority that has any; whether anything came."""

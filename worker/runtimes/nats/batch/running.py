@@ -49,6 +49,7 @@ class RunningRequest:
         parsed: The request with its prompt, once that has been read.
         ends_as: Reason for which it ends early.
         task: Task that answers it.
+        has_begun: Whether the task has begun; one that is cancelled before does nothing at all.
     """
 
     def __init__(self, message: Msg, request: QueuedRequest) -> None:
@@ -58,6 +59,7 @@ class RunningRequest:
         self.parsed: DirectRequest | None = None
         self.ends_as: Exception | None = None
         self.task: asyncio.Task[None] | None = None
+        self.has_begun = False
 
     @classmethod
     def read(cls, message: Msg) -> RunningRequest:
@@ -81,7 +83,8 @@ class RunningRequest:
         """Stop answering."""
         if self.task is not None and self.ends_as is None:
             self.ends_as = reason
-            self.task.cancel()
+            if self.has_begun:
+                self.task.cancel()
 
 
 class Slots:

@@ -68,20 +68,25 @@ class BlockingWorkerClient:
 
     def stream(self, **request: Any) -> Iterator[Chunk]:
         """See `WorkerClient.stream`."""
-        chunks = self._client.stream(**request)
+        chunks, turn = self._client.stream(**request), asyncio.Lock()
         try:
-            while (chunk := self._run(_next(chunks))) is not None:
+            while (chunk := self._run(_next(chunks, turn))) is not None:
                 yield chunk
         finally:
             if not self._loop.is_closed():  # by `close`, which has ended it
-                self._run(chunks.aclose())
+                self._run(_closed(chunks, turn))
 
     def cancel(self, request_id: str) -> None:
         """See `WorkerClient.cancel`."""
         self._run(self._client.cancel(request_id))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()  # it goes on where an interrupt has ended the wait for it
+            raise
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -89,5 +94,11 @@ class BlockingWorkerClient:
         self._loop.close()
 
 
-async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
-    return await anext(chunks, None)
+async def _next(chunks: AsyncGenerator[Chunk, None], turn: asyncio.Lock) -> Chunk | None:
+    async with turn:
+        return await anext(chunks, None)
+
+
+async def _closed(chunks: AsyncGenerator[Chunk, None], turn: asyncio.Lock) -> None:
+    async with turn:  # the wait for the next chunk has ended
+        await chunks.aclose()

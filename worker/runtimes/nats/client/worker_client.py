@@ -77,7 +77,11 @@ class WorkerClient:
         connection = await connect(given, "worker client", reconnected=reconnected, closed=closed)
         client = cls(connection, Subjects(model, version), window, lost_s)
         clients.append(client)
-        await client._inbox.open()
+        try:
+            await client._inbox.open()
+        except BaseException:
+            await client.close()
+            raise
         return client
 
     async def __aenter__(self) -> WorkerClient:
