@@ -29,7 +29,7 @@ def test_a_pause_computes_nothing_and_wakes_nobody() -> None:
 
 
 def test_a_shut_gate_lets_what_has_run_finish_alone() -> None:
-    """What a pause before it has kept, and what was preempted, too; the others come in their order."""
+    """Also what a pause has kept, and what was preempted; the others come in their order."""
     model = ScriptedModel()
     driver = stepper(model, max_num_seqs=2)
     come(driver, model, "abc")
