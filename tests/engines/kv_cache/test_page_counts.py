@@ -1,5 +1,5 @@
-"""Pages are taken in their order; and checks of them whenever the engine goes idle cost no more in a
-large store.
+"""Pages are taken in their order; and checks of them whenever the engine goes idle cost no more in
+a large store.
 """
 
 from __future__ import annotations
