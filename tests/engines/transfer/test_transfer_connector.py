@@ -240,7 +240,29 @@ def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
     pair.run(lambda: pair.decode.finished("one"))
     assert pair.decode.tokens("one") == ([] if ending == "abort" else answer(prompt, 8))
     assert [one.pages for one in scheduler.queues.pinned] == [pages]
+    polled: list[None] = []
+    monkeypatch.setattr(pair.decode.connector.transport.agent, "poll", lambda: polled.append(None))
+    pair.decode.step()
+    assert polled, "nothing moves the read on"
     still_writing.clear()
+    pair.settle()
+
+
+def test_a_read_that_hangs_keeps_no_other_waiting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
+    prompts = {name: prompt_of(60, seed) for seed, name in enumerate(("hangs", "goes on"))}
+    for name, prompt in prompts.items():
+        pair.prefill.prefill(name, prompt)
+        pair.run(lambda name=name: pair.prefill.finished(name))
+    hangs, poll = pair.prefill.handle("hangs"), KvRead.poll
+    monkeypatch.setattr(
+        KvRead, "poll", lambda read, budget_s: "busy" if read._handle.token == hangs.token else poll(read, budget_s)
+    )
+    for name, prompt in prompts.items():
+        pair.decode.decode(name, prompt, pair.prefill.handle(name), 5)
+    pair.run(lambda: pair.decode.finished("goes on"))
+    assert pair.decode.tokens("goes on") == answer(prompts["goes on"], 5)
+    pair.decode.abort("hangs")
     pair.settle()
 
 
@@ -334,6 +356,27 @@ def test_two_rows_are_kept_for_a_prompt_with_a_companion(now: list[float]) -> No
                 side.step()
     assert decode.tokens("guided") == answer(prompt, 8)
     pair.run(lambda: decode.stepper.scheduler.is_idle)
+    pair.settle()
+    for side in pair:
+        side.close()
+
+
+def test_a_transfer_that_was_given_up_blocks_nobody() -> None:
+    """It waited for pages, and what came later for it."""
+    pair = Pair(prefill=Side(lease_s=60.0), decode=Side(kv_blocks=2 * CONTEXT // BLOCK))
+    decode, prompts = pair.decode, {name: prompt_of(40, seed) for seed, name in enumerate(("a", "b", "far", "late"))}
+    pair.prefill.prefill("far", prompts["far"])
+    pair.run(lambda: bool(pair.prefill.finished("far")))
+    for name in ("a", "b"):
+        decode.stepper.add(recall_request(decode.model, name, prompts[name], 30))
+    decode.step()
+    decode.decode("far", prompts["far"], pair.prefill.handle("far"), 5)
+    decode.stepper.add(recall_request(decode.model, "late", prompts["late"], 5))
+    decode.step()
+    assert [one.id for one in decode.stepper.scheduler.queues.waiting] == ["late"]
+    decode.abort("far")
+    pair.run(lambda: all(decode.finished(name) for name in prompts))
+    assert decode.tokens("late") == answer(prompts["late"], 5)
     pair.settle()
     for side in pair:
         side.close()

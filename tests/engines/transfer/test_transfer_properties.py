@@ -313,4 +313,4 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
+TestTransfers.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
