@@ -5,6 +5,7 @@ at the end.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -193,6 +194,36 @@ def test_too_many_leases_fail_their_request_alone(pair: Pair, monkeypatch: pytes
     pair.settle()
 
 
+def test_a_prompt_that_fails_beside_another_is_not_leased(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pair.prefill.model, "spoiled", lambda plan: [one for one in plan.owners() if one.id == "bad"][-1:]
+    )
+    for seed, name in enumerate(("bad", "good")):
+        pair.prefill.prefill(name, prompt_of(20, seed))
+    pair.run(lambda: pair.prefill.finished("good"))
+    assert pair.prefill.finished("good") == "length"
+    assert pair.prefill.finished("bad") == "error"
+    assert pair.prefill.outputs["bad"][-1].kv is None
+    assert pair.prefill.connector.counts == {"leased": 1}
+    pair.decode.decode("good", prompt_of(20, 1), pair.prefill.handle("good"), 3)
+    pair.run(lambda: pair.decode.finished("good"))
+    pair.settle()
+
+
+def test_readers_are_served_for_a_moment_whatever_came_before(pair: Pair, now: list[float]) -> None:
+    """However long a step took, or an idle worker was not polled."""
+    pair.prefill.prefill("one", prompt_of(20))
+    pair.run(lambda: pair.prefill.finished("one"))
+    pair.prefill.connector._prefill._polled_s -= 1000.0
+    began_s = time.monotonic()
+    pair.prefill.connector.poll()
+    assert time.monotonic() - began_s < 10.0
+    now[0] += 61.0
+    pair.settle()
+    assert pair.prefill.stepper.wait_s is not None, "a late reader cannot connect"
+    assert pair.decode.stepper.wait_s is None
+
+
 @pytest.mark.parametrize("phase", ["waiting", "reading", "ready", "decoding"])
 def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(200)
@@ -377,6 +408,27 @@ def test_a_transfer_that_was_given_up_blocks_nobody() -> None:
     decode.abort("far")
     pair.run(lambda: all(decode.finished(name) for name in prompts))
     assert decode.tokens("late") == answer(prompts["late"], 5)
+    pair.settle()
+    for side in pair:
+        side.close()
+
+
+def test_a_read_goes_on_while_a_request_waits_for_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.BUSY_BUDGET_S", 0.0)
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
+    pair = Pair(prefill=Side(lease_s=60.0), decode=Side(kv_blocks=CONTEXT // BLOCK))
+    decode, prompts = pair.decode, {name: prompt_of(200, seed) for seed, name in enumerate(("far", "late"))}
+    pair.prefill.prefill("far", prompts["far"])
+    pair.run(lambda: bool(pair.prefill.finished("far")))
+    decode.decode("far", prompts["far"], pair.prefill.handle("far"), 5)
+    decode.stepper.add(recall_request(decode.model, "late", prompts["late"], 5))
+    decode.step()
+    assert decode.connector._decode.is_reading
+    assert not decode.stepper.scheduler.queues.running
+    assert decode.stepper.wait_s == 0, "the read waits for the step that waits for it"
+    pair.run(lambda: all(decode.finished(name) for name in prompts))
+    assert all(decode.tokens(name) == answer(prompt, 5) for name, prompt in prompts.items())
     pair.settle()
     for side in pair:
         side.close()

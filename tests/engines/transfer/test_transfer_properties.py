@@ -27,7 +27,7 @@ from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Plan, Request
 from worker.engines.embedded.scored_rows import show_scored
-from worker.engines.embedded.transfer.handle import handle_from_json
+from worker.engines.embedded.transfer.handle import KvHandle, handle_from_json
 from worker.engines.embedded.transfer.transport import KvRead
 from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
@@ -161,34 +161,39 @@ class Transfers(RuleBasedStateMachine):
     def live(self) -> list[str]:
         return [name for name in self.asked if name not in self.gone and self.decode.finished(name) is None]
 
-    @rule(family=st.integers(0, 1), shared=st.integers(0, 60), own=st.integers(1, 12))
-    def compute(self, family: int, shared: int, own: int) -> None:
-        name = str(len(self.prompts))
-        source = random.Random(name)
-        prompt = [3 + (family + position * position) % 80 for position in range(shared)]
-        self.prompts[name] = prompt + [source.randrange(6, 90) for _ in range(own)]
-        self.prefill.prefill(name, self.prompts[name])
+    @rule(family=st.integers(0, 1), shared=st.integers(0, 60), own=st.integers(1, 12), number=st.integers(1, 4))
+    def compute(self, family: int, shared: int, own: int, number: int) -> None:
+        for _ in range(number):
+            name = str(len(self.prompts))
+            source = random.Random(name)
+            prompt = [3 + (family + position * position) % 80 for position in range(shared)]
+            self.prompts[name] = prompt + [source.randrange(6, 90) for _ in range(own)]
+            self.prefill.prefill(name, self.prompts[name])
 
     @precondition(lambda self: any(name not in self.asked for name in self.prompts))
-    @rule(
-        number=st.integers(0, 99),
-        kind=st.sampled_from(KINDS),
-        count=st.integers(1, 20),
-        client=st.sampled_from([None, "a"]),
-        is_remote=st.sampled_from([True, True, False]),
-    )
-    def ask(self, number: int, kind: str, count: int, client: str | None, is_remote: bool) -> None:
-        names = [name for name in self.prompts if name not in self.asked]
-        name = names[number % len(names)]
-        prompt, handle = self.prompts[name], None
-        if is_remote:
-            if self.prefill.finished(name) != "length":
-                return
-            kv = self.prefill.outputs[name][-1].kv
-            assert kv is not None
-            with suppress(InvalidRequest):  # KV of other weights
-                handle = handle_from_json(kv, self.decode.connector.layout, len(prompt))
-        request = self.request(name, kind, prompt, count)
+    @rule(kind=st.sampled_from(KINDS), count=st.integers(1, 20), client=st.sampled_from([None, "a"]))
+    def ask_all(self, kind: str, count: int, client: str | None) -> None:
+        """All that can be computed there is answered here."""
+        self.prefill.stepper.open_gate()
+        for _ in range(30):
+            self.step_once([self.prefill])
+        for name in self.prompts:
+            if name not in self.asked and self.prefill.finished(name) == "length":
+                kv = self.prefill.outputs[name][-1].kv
+                assert kv is not None
+                handle = None
+                with suppress(InvalidRequest):  # KV of other weights
+                    handle = handle_from_json(kv, self.decode.connector.layout, len(self.prompts[name]))
+                self.ask(name, kind, count, client, handle)
+
+    @precondition(lambda self: any(name not in self.asked for name in self.prompts))
+    @rule(kind=st.sampled_from(KINDS), count=st.integers(1, 20), client=st.sampled_from([None, "a"]))
+    def ask_here(self, kind: str, count: int, client: str | None) -> None:
+        """A prompt is computed here, too."""
+        self.ask(next(name for name in self.prompts if name not in self.asked), kind, count, client, None)
+
+    def ask(self, name: str, kind: str, count: int, client: str | None, handle: KvHandle | None) -> None:
+        request = self.request(name, kind, self.prompts[name], count)
         request.client = client
         self.asked[name] = kind, count, request
         self.decode.stepper.add(request, handle)
@@ -219,37 +224,35 @@ class Transfers(RuleBasedStateMachine):
         queues = self.decode.stepper.scheduler.queues
         queues.preempt(queues.running[number % len(queues.running)])
 
-    @rule(steps=st.integers(1, 6), order=st.sampled_from(["pd", "p", "d"]))
+    @rule(steps=st.integers(1, 8), order=st.sampled_from(["pd", "p", "d"]))
     def step(self, steps: int, order: str) -> None:
         for _ in range(steps):
             self.step_once([side for key, side in zip("pd", self.sides, strict=True) if key in order])
 
-    @rule(seconds=st.sampled_from([1.0, LEASE_S]))
+    @rule(seconds=st.sampled_from([1.0, 1.0, LEASE_S / 2]))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(side=st.integers(0, 1))
-    def change_weights(self, side: int) -> None:
+    @rule(side=st.sampled_from([0, 1, 1]), what=st.sampled_from(["pause", "shut", "open", "open", "drop", "weights"]))
+    def change_state(self, side: int, what: str) -> None:
         one = self.sides[side]
-        assert one.stepper.weights is not None
-        version = one.stepper.weights.number + 1
+        actions: dict[str, Callable[[], None]] = {
+            "pause": lambda: setattr(one.stepper, "is_paused", True),
+            "shut": one.stepper.shut_gate,
+            "open": one.stepper.open_gate,
+            "drop": one.stepper.drop_kv,
+            "weights": lambda: self.change_weights(one),
+        }
+        actions[what]()
+
+    def change_weights(self, side: Side) -> None:
+        assert side.stepper.weights is not None
+        version = side.stepper.weights.number + 1
 
         def change() -> None:
-            one.model.first = FIRST + version
+            side.model.first = FIRST + version
 
-        one.stepper.change_weights(change, WeightVersion(version, str(version), f"v{version}"))
-
-    @rule(side=st.integers(0, 1), what=st.sampled_from(["pause", "shut", "open", "open", "drop"]))
-    def change_state(self, side: int, what: str) -> None:
-        stepper = self.sides[side].stepper
-        if what == "pause":
-            stepper.is_paused = True
-        actions: dict[str, Callable[[], None]] = {
-            "shut": stepper.shut_gate,
-            "open": stepper.open_gate,
-            "drop": stepper.drop_kv,
-        }
-        actions.get(what, lambda: None)()
+        side.stepper.change_weights(change, WeightVersion(version, str(version), f"v{version}"))
 
     @rule()
     def write_on(self) -> None:
@@ -313,4 +316,4 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestTransfers.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)
