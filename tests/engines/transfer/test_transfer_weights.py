@@ -68,9 +68,11 @@ def test_what_is_on_its_way_is_recomputed(sides: list[Side], num_steps: int) -> 
     for _ in range(num_steps):
         decode.step()
         prefill.step()
+    received = decode.connector.counts["received"]
     update(decode)
     run(sides, lambda: decode.finished("one") is not None)
     assert decode.tokens("one") == answer(PROMPT, 6)
+    assert decode.connector.counts["received"] == received, "KV of other weights was read"
     run(sides, lambda: prefill.is_empty and decode.is_empty)
 
 
