@@ -16,6 +16,10 @@ def come(driver: Stepper, model: ScriptedModel, names: str) -> None:
         driver.add(request(model, name, [7, ord(name) % 80], params))
 
 
+def state(driver: Stepper) -> tuple[float | None, bool, int]:
+    return driver.wait_s, driver.is_drained, driver.num_waiting
+
+
 def test_a_pause_computes_nothing_and_wakes_nobody() -> None:
     model = ScriptedModel()
     driver = stepper(model)
@@ -38,13 +42,13 @@ def test_a_shut_gate_lets_what_has_run_finish_alone() -> None:
     driver.is_paused = True
     driver.shut_gate()
     come(driver, model, "de")
-    assert (driver.wait_s, driver.is_drained, driver.num_waiting) == (0, False, 4)
+    assert state(driver) == (0, False, 4)
     outputs = []
     while driver.wait_s is not None:
         outputs += driver.step()
     assert {output.request_id for output in outputs if output.finish_reason == "length"} == {"a", "b"}
     assert {output.request_id for output in outputs} == {"a", "b"}
-    assert (driver.wait_s, driver.is_drained, driver.num_waiting) == (None, True, 3)
+    assert state(driver) == (None, True, 3)
     driver.open_gate()
     assert [one.id for one in driver.scheduler.queues.waiting] == ["c", "d", "e"]
-    assert (driver.wait_s, driver.is_drained, driver.num_waiting) == (0, False, 3)
+    assert state(driver) == (0, False, 3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -137,7 +138,7 @@ class Transfers(RuleBasedStateMachine):
             (DECODE + "BUSY_BUDGET_S", 0.0),
         ):
             self.patches.enter_context(patch(name, value))
-        sizes = {"kv_blocks": pages * PAGE // BLOCK, "max_num_seqs": rows, "max_num_batched_tokens": 24}
+        sizes: dict[str, Any] = {"kv_blocks": pages * PAGE // BLOCK, "max_num_seqs": rows, "max_num_batched_tokens": 24}
         self.prefill = Side(lease_s=LEASE_S, clock=lambda: self.now_s, **sizes)
         self.decode = Side(**sizes)
         self.sides = self.prefill, self.decode
