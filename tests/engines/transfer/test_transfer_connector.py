@@ -259,7 +259,8 @@ def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
     prompt = prompt_of(200)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
-    pair.decode.decode("one", prompt, pair.prefill.handle("one"), 8)
+    request = guided_request(pair.decode, "one", prompt, 8)  # whose companion has pages, too
+    pair.decode.connector.receive(request, pair.prefill.handle("one"))
     pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
     scheduler, release = pair.decode.stepper.scheduler, KvRead.release
     pages, still_writing = scheduler.queues.pinned[0].pages, [True]
