@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -323,23 +324,34 @@ def test_drafts_are_accepted_and_rejected_in_both_sequences(drafts: str, negativ
 
 @pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
 def test_a_draft_not_finite_in_the_companion_is_decoded_again(negative: int) -> None:
-    """Its owner is preempted, and has the same answer; the others are not concerned."""
+    """Its owner is preempted, and has the same answer; the others are not concerned, also where
+    logits of theirs were left out of the step.
+    """
     house = House(pages=40, rows=6, budget=40, mixed=8, seed=1, drafts="often right")
-    for number, one in enumerate((negative, -1)):
-        house.arrive(number, (12, one, 24, False))
+    house.source.random = lambda: 0.9  # type: ignore[method-assign]
+    house.arrive(0, (12, negative, 24, False))
     spoilt = house.live["0"].companion
+    for _ in range(3):
+        house.step()
+    for number in (1, 2, 3):  # rows behind its own
+        house.arrive(number, (12, negative if number == 3 else -1, 24, False))
     model = house.draft_model.model if negative == CONTRAST else house.model
     queues = house.stepper.scheduler.queues
 
-    def spoiled(plan: Plan) -> list[Request]:
+    def due(plan: Plan) -> bool:
         drafts = dict(zip(map(id, plan.decode), plan.drafts, strict=False))
-        return [spoilt] if spoilt is not None and drafts.get(id(spoilt)) and queues.num_preemptions < 3 else []
+        return bool(drafts.get(id(spoilt))) and len(queues.decoding) > 3 - queues.num_preemptions > 0
 
+    def spoiled(plan: Plan) -> list[Request]:
+        if looked_at[0] is not plan:
+            looked_at[:] = plan, due(plan)
+        return [spoilt] if spoilt is not None and looked_at[1] else []
+
+    looked_at: list[Any] = [None, False]
     model.spoiled = spoiled  # type: ignore[method-assign]
-    house.source.random = lambda: 0.9  # type: ignore[method-assign]
     while not house.stepper.scheduler.is_idle:
         house.step()
-    assert (queues.num_preemptions, house.num_finished) == (3, 2)
+    assert (queues.num_preemptions, house.num_finished) == (3, 4)
 
 
 def answer_after(tokens: list[int]) -> int:

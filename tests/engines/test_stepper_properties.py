@@ -66,11 +66,13 @@ class Troubled(RecallModel):
         super().__init__(CONTEXT)
         self.chance = chance
         self.first = FIRST + version
+        self.budget = CONTEXT
         self.found_bad: list[Request] = []
         self._looked_at: Plan | None = None
 
     def forward(self, plan: Plan) -> torch.Tensor:
         self._may_be_interrupted()
+        assert plan.num_tokens <= self.budget, "drafts exceed the token budget"
         logits = super().forward(plan)
         if plan.scored:
             show_scored(plan, torch.tensor(self.computed), one_hot)
@@ -145,6 +147,7 @@ class House:
         self.chance = chance = Chance(seed)
         self.model = Troubled(chance, version)
         self.model.allocate_kv(pages, PAGE)
+        self.model.budget = max(budget, rows)
         self.draft_model = DraftModel(
             Troubled(chance),  # type: ignore[arg-type]
             num_drafted=rows if drafts == "model" else 0,

@@ -9,6 +9,7 @@ from kv_doubles import RecallModel, recall_request
 from test_scheduler_properties import House, operate
 
 from worker.engines.embedded import blocks
+from worker.engines.embedded.adapters import LoadedAdapter
 from worker.engines.embedded.blocks import ROOT, hash_block, hash_blocks
 from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored
 from worker.engines.embedded.kv_cache.budget import choose_page_size
@@ -231,6 +232,24 @@ def test_a_router_can_follow() -> None:
     ]
     assert store.drain_events() == []
     assert third == hash_block(second, [10] * 4)
+
+
+def test_routers_hear_of_the_salt_and_the_adapter() -> None:
+    store = cache(num_pages=12)
+    store.record_events()
+    adapter = LoadedAdapter("mine", "f00d", None)
+    kinds = [(used, salt) for used in (None, adapter) for salt in (None, "a")]
+    for used, salt in kinds:
+        one = request([10] * 18)
+        one.adapter, one.cache_salt = used, salt
+        assert store.allocate(one) == ()
+        store.complete(one, 18)
+    for _ in range(2):
+        events = store.drain_events()
+        assert all(isinstance(event, BlocksStored) for event in events)
+        named = [(event.lora_name, event.cache_salt) for event in events if isinstance(event, BlocksStored)]
+        assert named == [(None if used is None else used.name, salt) for used, salt in kinds]
+        store.record_events()  # a router that comes late
 
 
 def test_a_late_router_hears_of_cached_blocks_without_a_backlog() -> None:

@@ -1,12 +1,17 @@
-"""What is checked of the pages whenever the engine goes idle costs no more in a large store."""
+"""Pages are taken in their order; and checks of them whenever the engine goes idle cost no more in
+a large store.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from worker.engines.embedded.kv_cache.page_pool import CHANGES_PER_CHECK, PagePool
+from worker.engines.embedded.kv_cache.page_pool import CHANGES_PER_CHECK, FREE_AHEAD, MAX_PAGES_MOVED, PagePool
 
 NUM_PAGES = 6400
 
@@ -68,3 +73,43 @@ def test_counts_that_agree_are_not_enough_for_ever() -> None:
     pool.release(pool.take(), holds_blocks=False)
     with pytest.raises(AssertionError, match="pages leaked"):
         pool.check_counts(Counter())
+
+
+KINDS = ("take", "take", "take", "share", "touch", "release", "release", "evict all", "compact")
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(
+    num_pages=st.integers(1, 24),
+    operations=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.booleans()), max_size=80),
+)
+def test_the_lowest_free_page_is_taken_then_the_oldest(num_pages: int, operations: list[tuple[str, int, bool]]) -> None:
+    pool, oldest, owned = PagePool(num_pages), list[int](), list[int]()
+    for kind, number, holds_blocks in operations:
+        free = set(range(num_pages)) - set(oldest) - set(owned)
+        if kind == "take" and pool.num_available:
+            owned.append(pool.take())
+            assert owned[-1] == (min(free) if free else oldest.pop(0))
+        elif kind in ("share", "touch") and (known := [*oldest, *(owned if kind == "share" else ())]):
+            page = known[number % len(known)]
+            getattr(pool, kind)(page)
+            if page in oldest:
+                oldest.remove(page)
+            (owned if kind == "share" else oldest).append(page)
+        elif kind == "release" and owned:
+            page = owned.pop(number % len(owned))
+            pool.release(page, holds_blocks=holds_blocks)
+            if holds_blocks and page not in owned:
+                oldest.append(page)
+        elif kind == "evict all":
+            assert pool.evict_all() == oldest
+            oldest.clear()
+        elif kind == "compact":
+            end = min(num_pages, len(set(owned)) + FREE_AHEAD)
+            moved = pool.compact()
+            assert len(moved) <= MAX_PAGES_MOVED
+            assert set(moved) <= {page for page in oldest if page < end}
+            assert all(page >= end for page in moved.values())
+            oldest = [moved.get(page, page) for page in oldest if page not in moved.values()]
+        assert list(pool.cached) == oldest
+        pool.check_integrity(Counter(owned))

@@ -105,13 +105,18 @@ def test_others_answer_as_they_do_alone(
             assert found[name] == alone
 
 
-def test_rows_are_sampled_together_again() -> None:
-    """Once those have ended that were there when it raised."""
+@pytest.mark.parametrize("aborted", ["", "0", "01"])
+def test_rows_are_sampled_together_again(aborted: str) -> None:
+    """Once those have ended, or were aborted, that were there when it raised."""
     driver = stepper(ScriptedModel())
     driver.sampler._sampler = Defective(set(), 0, 1)
     short, long = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 30))
     for name in ("0", "1"):
         driver.add(request(driver.model, name, [5, 6], short))  # type: ignore[arg-type]
+    driver.step()
+    assert driver.sampler._suspects == {"0", "1"}
+    for name in aborted:
+        assert driver.abort(name) is not None
     while not driver.scheduler.is_idle:
         driver.step()
     driver.sampler._sampler = whole = Counting()

@@ -5,6 +5,7 @@ at the end.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -193,6 +194,36 @@ def test_too_many_leases_fail_their_request_alone(pair: Pair, monkeypatch: pytes
     pair.settle()
 
 
+def test_a_prompt_that_fails_beside_another_is_not_leased(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pair.prefill.model, "spoiled", lambda plan: [one for one in plan.owners() if one.id == "bad"][-1:]
+    )
+    for seed, name in enumerate(("bad", "good")):
+        pair.prefill.prefill(name, prompt_of(20, seed))
+    pair.run(lambda: pair.prefill.finished("good"))
+    assert pair.prefill.finished("good") == "length"
+    assert pair.prefill.finished("bad") == "error"
+    assert pair.prefill.outputs["bad"][-1].kv is None
+    assert pair.prefill.connector.counts == {"leased": 1}
+    pair.decode.decode("good", prompt_of(20, 1), pair.prefill.handle("good"), 3)
+    pair.run(lambda: pair.decode.finished("good"))
+    pair.settle()
+
+
+def test_readers_are_served_for_a_moment_whatever_came_before(pair: Pair, now: list[float]) -> None:
+    """However long a step took, or an idle worker was not polled."""
+    pair.prefill.prefill("one", prompt_of(20))
+    pair.run(lambda: pair.prefill.finished("one"))
+    pair.prefill.connector._prefill._polled_s -= 1000.0
+    began_s = time.monotonic()
+    pair.prefill.connector.poll()
+    assert time.monotonic() - began_s < 10.0
+    now[0] += 61.0
+    pair.settle()
+    assert pair.prefill.stepper.wait_s is not None, "a late reader cannot connect"
+    assert pair.decode.stepper.wait_s is None
+
+
 @pytest.mark.parametrize("phase", ["waiting", "reading", "ready", "decoding"])
 def test_an_abort_in_every_phase(pair: Pair, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(200)
@@ -228,7 +259,8 @@ def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
     prompt = prompt_of(200)
     pair.prefill.prefill("one", prompt)
     pair.run(lambda: pair.prefill.finished("one"))
-    pair.decode.decode("one", prompt, pair.prefill.handle("one"), 8)
+    request = guided_request(pair.decode, "one", prompt, 8)  # whose companion has pages, too
+    pair.decode.connector.receive(request, pair.prefill.handle("one"))
     pair.run(lambda: bool((pair.decode.model.keys != -1).any()))  # some of it has come
     scheduler, release = pair.decode.stepper.scheduler, KvRead.release
     pages, still_writing = scheduler.queues.pinned[0].pages, [True]
@@ -240,7 +272,29 @@ def test_pages_stay_pinned_while_a_read_cannot_be_cancelled(
     pair.run(lambda: pair.decode.finished("one"))
     assert pair.decode.tokens("one") == ([] if ending == "abort" else answer(prompt, 8))
     assert [one.pages for one in scheduler.queues.pinned] == [pages]
+    polled: list[None] = []
+    monkeypatch.setattr(pair.decode.connector.transport.agent, "poll", lambda: polled.append(None))
+    pair.decode.step()
+    assert polled, "nothing moves the read on"
     still_writing.clear()
+    pair.settle()
+
+
+def test_a_read_that_hangs_keeps_no_other_waiting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
+    prompts = {name: prompt_of(60, seed) for seed, name in enumerate(("hangs", "goes on"))}
+    for name, prompt in prompts.items():
+        pair.prefill.prefill(name, prompt)
+        pair.run(lambda name=name: pair.prefill.finished(name))
+    hangs, poll = pair.prefill.handle("hangs"), KvRead.poll
+    monkeypatch.setattr(
+        KvRead, "poll", lambda read, budget_s: "busy" if read._handle.token == hangs.token else poll(read, budget_s)
+    )
+    for name, prompt in prompts.items():
+        pair.decode.decode(name, prompt, pair.prefill.handle(name), 5)
+    pair.run(lambda: pair.decode.finished("goes on"))
+    assert pair.decode.tokens("goes on") == answer(prompts["goes on"], 5)
+    pair.decode.abort("hangs")
     pair.settle()
 
 
@@ -334,6 +388,48 @@ def test_two_rows_are_kept_for_a_prompt_with_a_companion(now: list[float]) -> No
                 side.step()
     assert decode.tokens("guided") == answer(prompt, 8)
     pair.run(lambda: decode.stepper.scheduler.is_idle)
+    pair.settle()
+    for side in pair:
+        side.close()
+
+
+def test_a_transfer_that_was_given_up_blocks_nobody() -> None:
+    """It waited for pages, and what came later for it."""
+    pair = Pair(prefill=Side(lease_s=60.0), decode=Side(kv_blocks=2 * CONTEXT // BLOCK))
+    decode, prompts = pair.decode, {name: prompt_of(40, seed) for seed, name in enumerate(("a", "b", "far", "late"))}
+    pair.prefill.prefill("far", prompts["far"])
+    pair.run(lambda: bool(pair.prefill.finished("far")))
+    for name in ("a", "b"):
+        decode.stepper.add(recall_request(decode.model, name, prompts[name], 30))
+    decode.step()
+    decode.decode("far", prompts["far"], pair.prefill.handle("far"), 5)
+    decode.stepper.add(recall_request(decode.model, "late", prompts["late"], 5))
+    decode.step()
+    assert [one.id for one in decode.stepper.scheduler.queues.waiting] == ["late"]
+    decode.abort("far")
+    pair.run(lambda: all(decode.finished(name) for name in prompts))
+    assert decode.tokens("late") == answer(prompts["late"], 5)
+    pair.settle()
+    for side in pair:
+        side.close()
+
+
+def test_a_read_goes_on_while_a_request_waits_for_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engines.embedded.transfer.transport.SLICE_BYTES", 64)
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.BUSY_BUDGET_S", 0.0)
+    monkeypatch.setattr("worker.engines.embedded.transfer.decode_side.IDLE_BUDGET_S", 0.0)
+    pair = Pair(prefill=Side(lease_s=60.0), decode=Side(kv_blocks=CONTEXT // BLOCK))
+    decode, prompts = pair.decode, {name: prompt_of(200, seed) for seed, name in enumerate(("far", "late"))}
+    pair.prefill.prefill("far", prompts["far"])
+    pair.run(lambda: bool(pair.prefill.finished("far")))
+    decode.decode("far", prompts["far"], pair.prefill.handle("far"), 5)
+    decode.stepper.add(recall_request(decode.model, "late", prompts["late"], 5))
+    decode.step()
+    assert decode.connector._decode.is_reading
+    assert not decode.stepper.scheduler.queues.running
+    assert decode.stepper.wait_s == 0, "the read waits for the step that waits for it"
+    pair.run(lambda: all(decode.finished(name) for name in prompts))
+    assert all(decode.tokens(name) == answer(prompt, 5) for name, prompt in prompts.items())
     pair.settle()
     for side in pair:
         side.close()

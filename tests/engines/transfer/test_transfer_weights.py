@@ -12,6 +12,7 @@ from kv_doubles import WIDTH, answer, recall_request
 from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
+from worker.engines.embedded.kv_cache import BlocksStored
 from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
 
@@ -67,9 +68,11 @@ def test_what_is_on_its_way_is_recomputed(sides: list[Side], num_steps: int) -> 
     for _ in range(num_steps):
         decode.step()
         prefill.step()
+    received = decode.connector.counts["received"]
     update(decode)
     run(sides, lambda: decode.finished("one") is not None)
     assert decode.tokens("one") == answer(PROMPT, 6)
+    assert decode.connector.counts["received"] == received, "KV of other weights was read"
     run(sides, lambda: prefill.is_empty and decode.is_empty)
 
 
@@ -102,6 +105,35 @@ def test_a_request_that_ends_at_a_shut_gate_ends_its_lease(sides: list[Side]) ->
     assert ended is not None
     assert ended.finish_reason == "cancelled"
     run(sides, lambda: prefill.is_empty and decode.is_empty)
+
+
+def test_none_is_drained_while_kv_is_on_its_way(sides: list[Side]) -> None:
+    prefill, decode = sides
+    leased(sides, "one")
+    decode.stepper.add(recall_request(decode.model, "one", PROMPT, 4), prefill.handle("one"))
+    decode.stepper.shut_gate()
+    assert decode.stepper.scheduler.is_idle
+    assert not decode.stepper.is_drained
+    run(sides, lambda: decode.stepper.is_drained)
+    assert decode.tokens("one") == answer(PROMPT, 4)
+    assert decode.connector.counts["received"] == 1
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+
+
+def test_routers_hear_that_leased_blocks_of_old_weights_are_gone(sides: list[Side]) -> None:
+    prefill = sides[0]
+    cache, known = prefill.stepper.scheduler.cache, set[int]()
+    cache.record_events()
+    leased(sides, "one")
+    for is_updated in (False, True):
+        if is_updated:
+            update(prefill)
+        for event in cache.drain_events():
+            hashes = set(event.block_hashes)
+            known = known | hashes if isinstance(event, BlocksStored) else known - hashes
+        assert bool(known) != is_updated
+    assert prefill.connector.num_leased == 1
+    prefill.connector._prefill.close()
 
 
 def test_cached_blocks_of_old_weights_are_not_found(sides: list[Side]) -> None:

@@ -197,9 +197,12 @@ class Stepper:
     @property
     def wait_s(self) -> float | None:
         """Time until `step` should be called: 0 at once, None for not before a request is added."""
-        if not self.scheduler.is_idle and not self.is_paused:
-            return STARVED_POLL_S if self._starved else 0.0
-        return None if self.connector is None else self.connector.wait_s
+        wait_s = None if self.connector is None else self.connector.wait_s
+        if self.scheduler.is_idle or self.is_paused:
+            return wait_s
+        if not self._starved:
+            return 0.0
+        return 0.0 if wait_s == 0 else STARVED_POLL_S  # a read goes on, whose pages may be those that are missing
 
     @torch.inference_mode()
     def step(self, prompts_first: bool = False) -> list[Output]:

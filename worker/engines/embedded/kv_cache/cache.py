@@ -233,7 +233,7 @@ class KvCache:
             assert num_blocks or number not in self._pool.cached, f"page {number} is cached without a block"
             assert not num_blocks or number not in self._pool.free, f"page {number} is free and holds blocks"
             is_shared = self._pool.ref_counts[number] > 1
-            assert not is_shared or num_blocks == self._per_page, f"page {number} is shared early"
+            assert not is_shared or num_blocks in (0, self._per_page), f"page {number} is shared early"  # 0: withdrawn
 
     def _copy_on_write(self, request: Request, blocks: list[Block]) -> tuple[PageCopy, ...]:
         source = blocks[-1].pages[0]

@@ -108,7 +108,7 @@ class PrefixIndex:
 
     def attach(self, block: Block, page: int) -> None:
         """Add a block to a page, behind those that it holds."""
-        if not block.pages and block.hash not in self.blocks and self._is_cached(block.parent):
+        if block.hash not in self.blocks and self._is_cached(block.parent):
             self.blocks[block.hash] = block
             if self.events is not None:
                 self.events.add_stored(block)
