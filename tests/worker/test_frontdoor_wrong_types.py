@@ -87,7 +87,6 @@ def formatted(**fields: Any) -> dict[str, Any]:
             (formatted(**{key: value}), f"response_format.json_schema.{key}")
             for key, value in {"zzz": 1, "description": 5, "strict": "yes", "name": 5}.items()
         ),
-        (chat(stop=[]), "stop"),
         (chat(stop=""), "stop"),
         (chat(stop_token_ids=[5, True]), "stop_token_ids[1]"),
         (chat(stop_token_ids=[-1]), "stop_token_ids[0]"),
