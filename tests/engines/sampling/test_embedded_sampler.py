@@ -90,6 +90,12 @@ def test_random_numbers_follow_positions_so_continuations_match(model: ScriptedM
     assert rest == whole[8:]
 
 
+@pytest.mark.parametrize("top_k", [WIDTH, 2**31, 2**70])
+def test_any_top_k_beyond_the_vocabulary_keeps_all(model: ScriptedModel, top_k: int) -> None:
+    answer = run_alone(model, PROMPT, sampled(top_k=top_k))
+    assert (answer.token_ids, answer.error) == (run_alone(model, PROMPT, sampled()).token_ids, None)
+
+
 def test_frequencies_follow_the_softmax() -> None:
     model = ScriptedModel()
     model.by_token.zero_()

@@ -127,7 +127,7 @@ class RowTable:
         return ControlColumns(
             torch.tensor([one.divisor for one in every], dtype=torch.float32),
             torch.tensor([log_of(one.min_p) for one in every], dtype=torch.float64),
-            torch.tensor([one.top_k for one in every], dtype=torch.int64),
+            torch.tensor([min(one.top_k, self.vocab_size) for one in every], dtype=torch.int64),
             torch.tensor([one.share for one in every], dtype=torch.float64),
         )
 
