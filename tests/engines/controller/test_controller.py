@@ -244,9 +244,10 @@ def test_top_n_skips_prompts_on_request() -> None:
     assert {row: len(entries) for row, entries in every.items()} == {0: 1, 1: 1, 2: 1}
 
 
-def test_top_n_of_whole_prompts() -> None:
+@pytest.mark.parametrize("by_training", [False, True])
+def test_top_n_of_whole_prompts(by_training: bool) -> None:
     found: dict[int, list[TopN]] = {}
-    whole = torch.randn(4, 7, 20)
+    whole = torch.randn(4, 7, 20, requires_grad=by_training)
     params = [InferenceParams(top_n_logprobs=count) for count in (1, 2, 3, 0)]
     sample(whole[:, -1], params, generation_started=[True] * 4, top_n_logprobs_dict=found, logits=whole)
     assert {row: [len(one) for one in entries] for row, entries in found.items()} == {

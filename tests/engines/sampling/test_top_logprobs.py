@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pretend_gpu import PretendGpu
 
 from worker.engines import TokenLogprob
 from worker.engines.embedded.sampling import token_logprobs
@@ -52,3 +53,14 @@ def test_a_wide_tie_is_not_listed(value: float, monkeypatch: pytest.MonkeyPatch)
     (entries,) = token_logprobs(row, [7], [20])
     assert [one.token_id for one in entries[:3]] == [7, 7, 0][: len(entries)]
     assert max(listed) <= 21
+
+
+def test_rows_on_a_device_are_ranked_there() -> None:
+    """A prompt's log probabilities in float64 are gigabytes."""
+    rows = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0], [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
+    expected = token_logprobs(rows, [3, 2], [3, 0])
+    with PretendGpu() as gpu:
+        found = token_logprobs(rows.to("cuda"), [3, 2], [3, 0])
+    assert found == expected
+    assert [entries[0].rank for entries in found] == [2, 3]
+    assert not gpu.computed & {"cpu", "numpy"}

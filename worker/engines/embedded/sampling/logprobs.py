@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,17 +48,23 @@ def token_logprobs(
     if never is not None:
         logprobs[:, never] = -torch.inf
     values = chosen[:, 0].tolist()
-    rows = zip(token_ids, values, _ranks(logprobs.cpu(), token_ids, values), strict=True)
+    rows = zip(token_ids, values, _ranks(logprobs.detach(), token_ids, values), strict=True)
     tops = _tops(logprobs, counts) if max(counts) else [[]] * len(token_ids)
     return [[TokenLogprob(*row), *top] for row, top in zip(rows, tops, strict=True)]
 
 
 def _ranks(logprobs: torch.Tensor, token_ids: Sequence[int], values: Sequence[float]) -> list[int]:
-    """Rank of each row's token, whose value that is; numpy takes a tenth of torch's time."""
-    return [
-        1 + int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token] == value))
-        for row, token, value in zip(logprobs.numpy(), token_ids, values, strict=True)
+    """Rank of each row's token, whose value that is.
+
+    Rows on a device are counted there. On a CPU numpy takes a tenth of torch's time.
+    """
+    is_on_cpu = logprobs.device.type == "cpu"
+    count: Callable[[Any], Any] = np.count_nonzero if is_on_cpu else torch.count_nonzero
+    counts = [
+        count(row > value) + count(row[:token] == value)
+        for row, token, value in zip(logprobs.numpy() if is_on_cpu else logprobs, token_ids, values, strict=True)
     ]
+    return [1 + int(ahead) for ahead in counts]
 
 
 def _tops(logprobs: torch.Tensor, counts: Sequence[int]) -> list[list[TokenLogprob]]:
