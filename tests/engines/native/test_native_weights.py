@@ -142,6 +142,17 @@ def test_masks_are_applied_as_without_kernels(
     torch.testing.assert_close(every, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("row", "dtype", "message"),
+    [(-1, torch.int32, "rows must be from 0 to 1"), (2, torch.int32, "got 2"), (0, torch.bool, "must be int32")],
+)
+def test_no_memory_beyond_rows_and_masks_is_touched(path: str, row: int, dtype: torch.dtype, message: str) -> None:
+    every, mask = torch.zeros(4, 64), torch.zeros(2, dtype=dtype)
+    with pytest.raises((IndexError, ValueError), match=message):
+        native_weights.apply_masks(every[1:3], [1, row], [mask, mask])
+    assert not every.any()
+
+
 def test_masks_of_many_rows_by_several_threads(path: str) -> None:
     logits = torch.randn(40, 40_003, generator=torch.Generator().manual_seed(1))
     masks = [bitmask_of(range(row, 40_003, 7), 40_003) for row in range(40)]

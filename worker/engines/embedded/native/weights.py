@@ -29,7 +29,17 @@ def are_available() -> bool:
 
 
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], bitmasks: Sequence[torch.Tensor]) -> None:
-    """See `adapters.row_kernels.RowKernels.apply_masks`."""
+    """See `adapters.row_kernels.RowKernels.apply_masks`.
+
+    Raises:
+        IndexError: there is no such row.
+        ValueError: a bitmask is of another type, or there is not one for each row.
+    """
+    for row, each in zip(rows, bitmasks, strict=True):  # which C would read and write beyond their memory
+        if not 0 <= row < len(logits):
+            raise IndexError(f"rows must be from 0 to {len(logits) - 1}, got {row}")
+        if each.dtype != torch.int32:
+            raise ValueError(f"bitmasks must be int32, got {each.dtype}")
     packed = [each.contiguous() for each in bitmasks]
     masks = torch.tensor(
         [(row, each.data_ptr(), each.shape[0]) for row, each in zip(rows, packed, strict=True)], dtype=torch.int64
