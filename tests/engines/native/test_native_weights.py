@@ -408,7 +408,7 @@ drawn_controls = st.builds(
     width=st.sampled_from(WIDTHS),
     grain=st.sampled_from([0.0, 0.0, 0.25, 8.0]),
     scale=st.sampled_from([0.01, 1.0, 8.0]),
-    masked=st.sampled_from([0.0, 0.05, 0.99]),
+    masked=st.sampled_from([0.0, 0.05, 0.99, 0.9995]),
     odd=st.dictionaries(st.integers(0, 6), st.sampled_from([math.nan, math.inf, -math.inf]), max_size=2),
     threads=st.sampled_from([1, 3]),
     is_strided=st.booleans(),

@@ -5,6 +5,8 @@
  * falls on, by rising ids. Weights are integers (`weights.c`), so that it does not matter which of a row's tokens are looked at.
  */
 #ifdef FLOAT32
+#include <float.h>
+
 #include "weights.h"
 
 enum {
@@ -102,8 +104,9 @@ reached_by(const row_t *r, int64_t k)
 static float
 divided_kth(const row_t *r, int64_t k)
 {
-    const int64_t count = take_divided(r, 1.0f, reached_by(r, k));
-    return kth_highest(r, r->keys, count, k) / r->divisor;
+    const float reached = reached_by(r, k);
+    const int64_t count = take_divided(r, 1.0f, reached > -FLT_MAX ? reached : -FLT_MAX);
+    return k <= count ? kth_highest(r, r->keys, count, k) / r->divisor : -INFINITY;
 }
 
 /* The lowest float that is not below a bound. */
@@ -159,7 +162,7 @@ take_weighed(const row_t *r, const weighing_t *w, float bound, int64_t *mass)
     return count;
 }
 
-/* One of those that min-p or top-k keep. */
+/* One of those that min-p or top-k keep, or that are finite. */
 static int64_t
 draw_bounded(const row_t *r, const weighing_t *w, double share, double uniform)
 {
@@ -188,10 +191,10 @@ take_likely_prefix(const row_t *r, const weighing_t *w, const float *divided, in
 static int64_t
 draw_from_all(const row_t *r, const weighing_t *w, double share, double uniform)
 {
-    const float *divided = r->logits;
-    if (r->divisor != 1.0f) {
+    const float *divided = r->logits, divisor = r->divisor; /* which no store changes: the loop is in vectors */
+    if (divisor != 1.0f) {
         for (int64_t i = 0; i < r->width; i++)
-            r->divided[i] = r->logits[i] / r->divisor;
+            r->divided[i] = r->logits[i] / divisor;
         divided = r->divided;
     }
     const int64_t total = weigh(w, divided, r->width, r->sums, NULL), target = share_of(total, share);
@@ -215,6 +218,16 @@ first_highest(const row_t *r, float highest)
     return id;
 }
 
+/* Whether few blocks have a finite logit, as where a grammar masks the others, which are not looked at. */
+static int
+is_mostly_masked(const row_t *r)
+{
+    int64_t count = 0;
+    for (int64_t block = 0; block < r->blocks; block++)
+        count += r->maxima[block] > -INFINITY;
+    return count < r->blocks / 8;
+}
+
 static int64_t
 draw_token(const drawing_t *d, int64_t row, const row_t *r)
 {
@@ -232,6 +245,8 @@ draw_token(const drawing_t *d, int64_t row, const row_t *r)
         const float kth = divided_kth(r, d->top_ks[row]);
         w.lowest = kth > w.lowest ? kth : w.lowest;
     }
+    if (w.lowest == -INFINITY && is_mostly_masked(r))
+        w.lowest = -FLT_MAX;
     return (w.lowest > -INFINITY ? draw_bounded : draw_from_all)(r, &w, d->shares[row], d->uniforms[row]);
 }
 
