@@ -26,6 +26,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest
 from worker.engines.chain_builder import ChainBuilder
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.logits_tap import LogitsTap
 from worker.engines.embedded.plan import Plan, Request
 from worker.engines.embedded.scored_rows import show_scored
 from worker.engines.embedded.transfer.handle import KvHandle, handle_from_json
@@ -58,10 +59,8 @@ class NoAgent:
         pass
 
 
-class Scores:
+class Scores(LogitsTap):
     """A tap that keeps the most likely token behind each one from `first_wanted` on."""
-
-    wants_generated = False
 
     def __init__(self, first: int, stop: int) -> None:
         self.first_wanted, self.stop = first, stop
