@@ -98,7 +98,7 @@ def test_late_is_called_once_for_each_deadline_that_passes(steps: list[tuple[str
     assert not loop.waiting
 
 
-def test_a_nearer_deadline_counts_and_so_does_one_behind_a_late_one() -> None:
+def test_a_nearer_deadline_counts_and_one_behind_a_late_one() -> None:
     waiting, loop = connection()
     waiting._expect(10.0)
     waiting._expect(1.0)

@@ -87,6 +87,8 @@ def rewritten_fields(
             changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided)
         except FieldRefused as refused:
             param = None if refused.param is None else _own_path(allowed, guides, refused.param)
+            if param == refused.param:
+                raise
             raise refused.renamed(param) from None
         changed |= allowed is not None or bool(guides) or is_moot or "n" in fields
         num_choices = fields.pop("n", 1)
