@@ -730,6 +730,16 @@ def test_a_developer_is_the_system_to_the_template() -> None:
 
 
 @pytest.mark.parametrize("path", TABLES)
+def test_a_null_asks_for_nothing_and_is_not_sent_on(path: str) -> None:
+    """Clients that encode a whole record of settings send those that are unset as null, which a
+    frontend that does not know the field refuses.
+    """
+    names = [name for name in TABLES[path] if name not in BASE[path]]
+    assert "structured_outputs" in names
+    assert [name for name in names if sent(path, **{name: None}) != BASE[path]] == []
+
+
+@pytest.mark.parametrize("path", TABLES)
 def test_no_stop_strings_ask_for_nothing(path: str) -> None:
     """Evaluation harnesses send an empty list for a task without any."""
     assert sent(path, stop=[], seed=1) == {**BASE[path], "seed": 1}

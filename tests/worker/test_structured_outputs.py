@@ -68,6 +68,7 @@ JSON = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "
         ({"json": {}, "disable_additional_properties": True}, {}, "structured_outputs.disable_additional_properties"),
         ({"json": {}, "disable_any_whitespace": 1}, {}, "structured_outputs.disable_any_whitespace"),
         ({"regex": "a+"}, {"guided_regex": "b+"}, "structured_outputs.regex"),
+        ({"json": {"const": True}}, {"guided_json": {"const": 1}}, "structured_outputs.json"),
         ({"regex": "a+"}, {"guided_json": {}}, "structured_outputs.regex"),
         ({"regex": "a+"}, {"response_format": JSON}, "structured_outputs.regex"),
         ({"json_object": True}, {"tools": [TOOL], "tool_choice": "required"}, "structured_outputs.json_object"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,12 +57,17 @@ def check(value: Any, body: Body) -> None:
     same is none. Raises `FieldRefused`.
     """
     path, guide, wanted = guide_in(FIELD, value)
-    if body.get(guide) not in (None, wanted):
+    if body.get(guide) is not None and _as_json(body[guide]) != _as_json(wanted):
         raise FieldRefused(path, f"cannot be another than {guide}; give one of them")
     try:
         one_guide(guide)(wanted, {**body, guide: wanted})
     except FieldRefused as refused:
         raise refused.renamed((refused.param or "").replace(guide, path, 1)) from None
+
+
+def _as_json(value: Any) -> str:
+    """A text that differs wherever two values of JSON do: 1 is not true."""
+    return json.dumps(value, sort_keys=True)
 
 
 def take(fields: Body) -> Mapping[str, str]:
@@ -73,8 +79,7 @@ def take(fields: Body) -> Mapping[str, str]:
     Returns:
         The path in the client's request for that of the guide; empty without the field.
     """
-    value = fields.pop(FIELD, None)
-    if value is None:
+    if fields.get(FIELD) is None:  # a null is taken out with the other fields that ask for nothing
         return {}
-    path, guide, fields[guide] = guide_in(FIELD, value)
+    path, guide, fields[guide] = guide_in(FIELD, fields.pop(FIELD))
     return {guide: path}
