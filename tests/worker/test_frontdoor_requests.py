@@ -717,10 +717,10 @@ def test_kept_as_it_is(name: str) -> None:
     assert sent(**KEPT[name]) == {**BASE[CHAT], **KEPT[name]}
 
 
-def test_a_parsed_answer_comes_back_as_it_was() -> None:
-    """The openai package sends what it parsed of an answer with it."""
+def test_what_a_client_parsed_of_an_answer_is_not_sent() -> None:
+    """The openai package sends it back with the answer."""
     back = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}}
-    assert sent(messages=[*MESSAGES, back])["messages"] == [*MESSAGES, back]
+    assert sent(messages=[*MESSAGES, back])["messages"] == [*MESSAGES, {"role": "assistant", "content": '{"a": 1}'}]
 
 
 def test_a_developer_is_the_system_to_the_template() -> None:
