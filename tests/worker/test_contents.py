@@ -53,6 +53,16 @@ def test_messages_are_those_that_templates_know() -> None:
     assert normalised("hello") == "hello"
 
 
+@pytest.mark.parametrize("parsed", [{"a": 1}, None])
+def test_what_a_client_parsed_is_not_shown_to_the_model(parsed: dict[str, int] | None) -> None:
+    """The openai package sends it back, and some templates write a whole call as JSON."""
+    call: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer: dict[str, Any] = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    back = {**call, "function": {**call["function"], "parsed_arguments": parsed}}
+    assert normalised([{**answer, "parsed": parsed, "tool_calls": [back, 3]}]) == [{**answer, "tool_calls": [call, 3]}]
+    assert back["function"]["parsed_arguments"] == parsed
+
+
 def test_other_contents_stay_as_they_are() -> None:
     picture = {"role": "user", "content": [{"type": "image"}, *parts("a")]}
     call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}

@@ -717,16 +717,26 @@ def test_kept_as_it_is(name: str) -> None:
     assert sent(**KEPT[name]) == {**BASE[CHAT], **KEPT[name]}
 
 
-def test_a_parsed_answer_comes_back_as_it_was() -> None:
-    """The openai package sends what it parsed of an answer with it."""
+def test_what_a_client_parsed_of_an_answer_is_not_sent() -> None:
+    """The openai package sends it back with the answer."""
     back = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}}
-    assert sent(messages=[*MESSAGES, back])["messages"] == [*MESSAGES, back]
+    assert sent(messages=[*MESSAGES, back])["messages"] == [*MESSAGES, {"role": "assistant", "content": '{"a": 1}'}]
 
 
 def test_a_developer_is_the_system_to_the_template() -> None:
     told = {"role": "developer", "content": "Be kind."}
     found = sent(messages=[told, *MESSAGES, told])["messages"]
     assert found == [{**told, "role": "system"}, *MESSAGES, {**told, "role": "system"}]
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_a_null_asks_for_nothing_and_is_not_sent_on(path: str) -> None:
+    """Clients that encode a whole record of settings send those that are unset as null, which a
+    frontend that does not know the field refuses.
+    """
+    names = [name for name in TABLES[path] if name not in BASE[path]]
+    assert "structured_outputs" in names
+    assert [name for name in names if sent(path, **{name: None}) != BASE[path]] == []
 
 
 @pytest.mark.parametrize("path", TABLES)

@@ -46,6 +46,11 @@ def test_it_is_the_guide(path: str, given: dict[str, Any], guide: dict[str, Any]
     assert sent(path, structured_outputs=given, **guide, seed=1, carries_guides=carries_guides) == expected
 
 
+def properties(*names: str) -> dict[str, Any]:
+    """A schema whose answers have these keys in this order."""
+    return {"properties": dict.fromkeys(names, True), "required": [*names]}
+
+
 JSON = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
 
 
@@ -68,6 +73,8 @@ JSON = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "
         ({"json": {}, "disable_additional_properties": True}, {}, "structured_outputs.disable_additional_properties"),
         ({"json": {}, "disable_any_whitespace": 1}, {}, "structured_outputs.disable_any_whitespace"),
         ({"regex": "a+"}, {"guided_regex": "b+"}, "structured_outputs.regex"),
+        ({"json": {"const": True}}, {"guided_json": {"const": 1}}, "structured_outputs.json"),
+        ({"json": properties("a", "b")}, {"guided_json": properties("b", "a")}, "structured_outputs.json"),
         ({"regex": "a+"}, {"guided_json": {}}, "structured_outputs.regex"),
         ({"regex": "a+"}, {"response_format": JSON}, "structured_outputs.regex"),
         ({"json_object": True}, {"tools": [TOOL], "tool_choice": "required"}, "structured_outputs.json_object"),

@@ -90,8 +90,9 @@ _PROMPT_FIELDS: tuple[ClientField, ...] = (
         (CHAT,),
         "honoured",
         "The prompt, by the chat template. An assistant's message without content, as calls come back, has an empty "
-        "text. The role developer is given to it as system. Parts are of type text or, in a message of the user, "
-        "image_url, where the engine takes pictures (docs/vllm.md, docs/tensorrt-llm.md); others are refused.",
+        "text, and what the openai package parsed of it has no effect. The role developer is given to it as system. "
+        "Parts are of type text or, in a message of the user, image_url, where the engine takes pictures "
+        "(docs/vllm.md, docs/tensorrt-llm.md); others are refused.",
         field_checks.messages,
     ),
     _row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,10 +54,10 @@ def guide_in(path: str, value: Any) -> tuple[str, str, Any]:
 
 def check(value: Any, body: Body) -> None:
     """Refuse a value that cannot be kept, or that stands beside another guide; one that says the
-    same is none. Raises `FieldRefused`.
+    same, in the same order of keys, is none. Raises `FieldRefused`.
     """
     path, guide, wanted = guide_in(FIELD, value)
-    if body.get(guide) not in (None, wanted):
+    if body.get(guide) is not None and json.dumps(body[guide]) != json.dumps(wanted):  # 1 is not true
         raise FieldRefused(path, f"cannot be another than {guide}; give one of them")
     try:
         one_guide(guide)(wanted, {**body, guide: wanted})
@@ -73,8 +74,7 @@ def take(fields: Body) -> Mapping[str, str]:
     Returns:
         The path in the client's request for that of the guide; empty without the field.
     """
-    value = fields.pop(FIELD, None)
-    if value is None:
+    if fields.get(FIELD) is None:  # a null is taken out with the other fields that ask for nothing
         return {}
-    path, guide, fields[guide] = guide_in(FIELD, value)
+    path, guide, fields[guide] = guide_in(FIELD, fields.pop(FIELD))
     return {guide: path}

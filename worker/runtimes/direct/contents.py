@@ -29,8 +29,10 @@ def _shows(content: Any, tokenizer: Any, template: str | None) -> bool:
 
 def normalised(messages: Any) -> Any:
     """The messages as chat templates know them. The assistant's have an empty text where they have
-    no content: clients send calls back so, and a template that joins role and content fails. The
-    role developer, OpenAI's later name of system, is system: few templates know it.
+    no content: clients send calls back so, and a template that joins role and content fails. They
+    are without what the openai package parsed of them, which templates that write a whole call as
+    JSON would show to the model. The role developer, OpenAI's later name of system, is system: few
+    templates know it.
 
     Args:
         messages: Messages of a chat; what is no list of them stays as it is.
@@ -45,8 +47,19 @@ def _normalised(message: Any) -> Any:
         return message
     if message.get("role") == "developer":
         return {**message, "role": "system"}
-    lacks_content = message.get("role") == "assistant" and message.get("content") is None
-    return {**message, "content": ""} if lacks_content else message
+    if message.get("role") != "assistant":
+        return message
+    plain = {key: each for key, each in message.items() if key != "parsed"}
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_without_parsed_arguments(call) for call in plain["tool_calls"]]
+    return plain if plain.get("content") is not None else {**plain, "content": ""}
+
+
+def _without_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "parsed_arguments" not in function:
+        return call
+    return {**call, "function": {key: each for key, each in function.items() if key != "parsed_arguments"}}
 
 
 def fitted(messages: Any, texts: bool) -> Any:
