@@ -115,7 +115,7 @@ class Drawer:
 
         Args:
             logits: float32 ``[R, V]`` on the CPU.
-            controls: Those of the rows.
+            controls: Controls of the rows.
             uniforms: A random number in [0, 1) for each row.
 
         Returns:

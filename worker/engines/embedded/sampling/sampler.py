@@ -176,7 +176,7 @@ class Sampler:
         """Set the forced ids, and note why rows cannot be sampled.
 
         Args:
-            samples: Those of the step, which get ids and errors.
+            samples: Samples of the step, which get ids and errors.
             highest: The highest logit of each row, not divided; NaN if it holds NaN.
 
         Returns:
