@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from test_frontdoor_exchange import STREAM_HEAD, USAGE, WAIT_S, event, refuse, says
 from test_frontdoor_server import Script, error_of, house, post
 
-from worker.frontdoor.encoding import encoded
+from worker.frontdoor.encoding import TURN, encoded
 
 PATH = "/v1/completions"
 FIELDS: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 2, "logprobs": 1}
@@ -84,6 +85,22 @@ async def test_usage_comes_to_those_who_ask() -> None:
     assert with_usage[2]["usage"] == USAGE
     assert with_usage[2]["choices"] == []
     assert with_usage[2]["id"] == "cmpl-1"
+
+
+async def test_large_first_chunks_have_the_id_of_one() -> None:
+    """Each prompt's had its own: others come while the first one is encoded."""
+    numbers, barrier = itertools.count(), asyncio.Barrier(4)
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = next(numbers)
+        await barrier.wait()
+        chunks = [text_chunk("a" * 2 * TURN, id=f"cmpl-{number}"), text_chunk("b", id=f"cmpl-{number}"), USAGE_CHUNK]
+        await says(*chunks)(reader, writer)
+
+    async with house(say) as at:
+        *found, _ = events(await at.ask(asked(prompt=["a"] * 4, stream=True)))
+    assert len(found) == 8
+    assert {one["id"] for one in found} == {found[0]["id"]}
 
 
 async def test_a_client_that_leaves_ends_all_requests() -> None:

@@ -349,6 +349,37 @@ async def test_a_stream_without_chunks_has_a_head(path: str) -> None:
     assert b"data: [DONE]\n\n" in answer
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "ends"),
+    [
+        ("/v1/chat/completions", {"model": "m", "prompt": [4], "return_token_ids": True}, "prompt", False),
+        ("/v1/completions", {"model": "m", "prompt": "a", "echo": True}, "prompt", False),
+        ("/generate", {"input_ids": [4]}, "input_ids", True),
+        ("/inference/v1/generate", {"model": "m", "token_ids": [4], "sampling_params": {}}, "token_ids", True),
+    ],
+)
+async def test_a_late_error_is_the_last_event_of_a_stream(
+    path: str, fields: dict[str, Any], param: str, ends: bool
+) -> None:
+    """It names the client's field; vLLM's and SGLang's clients get ``[DONE]`` behind it."""
+    ours = "messages" if "chat" in path else "prompt"
+    error = {"error": {"message": f"{ours}: is bad", "param": ours, "code": 400}}
+    chunk = {**CHUNKS[0], "choices": [{**CHUNKS[0]["choices"][0], "text": "a", "logprobs": None}]}
+    models = answers_error(200, b'{"data": [{"id": "m"}]}')
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_asked = b"/models" not in at.frontends[0].requests[-1].partition(b"\r\n")[0]
+        await (says(chunk, error) if is_asked else models)(reader, writer)
+
+    async with house(answer) as at:
+        found = await at.ask(post(encoded({**fields, "stream": True}), path=path))
+    assert found.startswith(b"HTTP/1.1 200 OK\r\n")
+    *_, last = [line for line in found.split(b"\n") if line.startswith(b"data: {")]
+    assert json.loads(last[6:])["error"]["param"] == param
+    assert (b"data: [DONE]\n\n" in found) == ends
+    assert found.endswith(b"0\r\n\r\n")
+
+
 async def test_an_answer_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[Refused] = []
     async with serving(catching(caught), monkeypatch, says(CHUNKS[0], end=b"")) as at:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -141,6 +142,17 @@ def test_where_they_may_come_from(files: ImageSources, tmp_path: Path, url: str,
         else:
             with pytest.raises(InvalidRequest, match=r"^here: "):
                 sources.check(image)
+
+
+def test_a_path_with_a_host_is_refused(files: ImageSources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 raises an error that ended the request as one of the worker's own."""
+
+    def path_of(url: str) -> str:
+        raise URLError("file:// scheme is supported only on localhost")
+
+    monkeypatch.setattr("worker.engines.images.url2pathname", path_of)
+    with pytest.raises(InvalidRequest, match=r"^here: must be a URL: .*localhost"):
+        files.check(ImageInput("here", "file:////elsewhere/a.png"))
 
 
 class Connector:

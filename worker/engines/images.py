@@ -64,7 +64,7 @@ class ImageSources:
         try:
             url = urlsplit(image.url)
             host, file = url.hostname, file_of(image.url)
-        except ValueError as error:
+        except (OSError, ValueError) as error:  # Python 3.14's, of a path with another host
             raise InvalidRequest(image.path, f"must be a URL: {error}") from None
         if url.scheme == "data":
             return
@@ -166,7 +166,9 @@ def _num_pixels(url: str) -> int:
 
 
 def file_of(url: str) -> Path | None:
-    """The file that a ``file:`` URL names, None for another. Raises `ValueError` for no URL."""
+    """The file that a ``file:`` URL names, None for another. Raises `ValueError` for no URL, and
+    `OSError` where the path names another host.
+    """
     parts = urlsplit(url)
     return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
 

@@ -63,7 +63,7 @@ async def _events(exchange: Exchange) -> AsyncIterator[Take]:
     same: dict[str, Any] = {}
 
     async def send(chunk: Chunk) -> None:
-        if not exchange.has_begun:
+        if not same:  # the first chunk, though a large one is not sent yet
             same.update({name: value for name, value in chunk.items() if name not in ("choices", "usage", "nvext")})
             same.pop("prompt_logprobs", None)
         first = {name: same[name] for name in ("id", "created") if name in same}
