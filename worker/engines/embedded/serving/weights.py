@@ -260,7 +260,7 @@ class WeightControl:
         await self._call(_stop_computing, when_drained=mode != "keep")
 
     async def _let_go(self) -> None:
-        """Compute again, unless something stands against it behind what the step thread has to do."""
+        """Compute again, unless something stands against it once the calls before are made."""
         await self._call(self._compute_if_serving)
 
     def _compute_if_serving(self, stepper: Stepper) -> None:
