@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from worker.arguments import parse_arguments
+from worker.runtimes.nats.batch import consumer as module
 from worker.runtimes.nats.batch.answerer import BatchAnswerer
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.batch.layout import QueuedRequest
@@ -104,20 +105,62 @@ class Queue:
         return self.given
 
 
+def consuming(storage: Storage, queue: Any) -> BatchConsumer:
+    """A consumer that fetches."""
+    messages = Messages()
+    messages.server.info = SimpleNamespace(num_slots=8)
+    messages.server.in_flight = []
+    arguments = parse_arguments(["--model-path", "/m", "--runtime", "nats", "--batch"], {})
+    consumer = BatchConsumer(cast(Any, messages), arguments)
+    consumer._client = cast(Any, SimpleNamespace(is_connected=True))
+    consumer._answerer = BatchAnswerer(cast(Any, messages), cast(Any, storage), 3)
+    consumer._queues = [queue]
+    consumer._loops.begin("fetch", consumer._fetch_some)
+    return consumer
+
+
 async def test_what_comes_as_a_worker_leaves_is_given_back() -> None:
     """Another worker gets it at once, and it does not count as a failure."""
     for steps in range(40):
-        messages, storage, queue = Messages(), Storage(), Queue()
-        messages.server.info = SimpleNamespace(num_slots=8)
-        messages.server.in_flight = []
-        arguments = parse_arguments(["--model-path", "/m", "--runtime", "nats", "--batch"], {})
-        consumer = BatchConsumer(cast(Any, messages), arguments)
-        consumer._client = cast(Any, SimpleNamespace(is_connected=True))
-        consumer._answerer = BatchAnswerer(cast(Any, messages), cast(Any, storage), 3)
-        consumer._queues = [cast(Any, queue)]
-        consumer._loops.begin("fetch", consumer._fetch_some)
+        storage, queue = Storage(), Queue()
+        consumer = consuming(storage, queue)
         for _ in range(steps):
             await asyncio.sleep(0)
         await consumer.stop()
         ends = [each for each in storage.said if each != "result"]
         assert len(ends) == len(queue.given), f"after {steps} turns of the loop: {storage.said}"
+
+
+class SilentQueue(Queue):
+    """A queue of which nothing is heard behind its requests."""
+
+    async def fetch(self, number: int) -> list[Any]:
+        if self.given:
+            await asyncio.sleep(3600)
+        return await super().fetch(number)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_a_silent_server_holds_a_leaving_worker_up_once(is_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is answered is given back beside the wait for what is being fetched."""
+    monkeypatch.setattr(module, "STOP_S", 1.0)
+    storage, forever = Storage(), asyncio.Event()
+
+    async def hold(*_: Any) -> None:
+        await forever.wait()
+
+    monkeypatch.setattr(Messages, "parsed", hold)  # what is answered takes its time
+    if is_away:
+        monkeypatch.setattr(storage, "hand_back", hold)
+    consumer = consuming(storage, SilentQueue())
+    async with asyncio.timeout(20):
+        while len(consumer._running) < 2 or not all(each.has_begun for each in consumer._running.values()):
+            await asyncio.sleep(0)
+    began_s = asyncio.get_running_loop().time()
+    stopping = asyncio.create_task(consumer.stop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert storage.said == ([] if is_away else ["handed back"] * 2)
+    assert not stopping.done()
+    await stopping
+    assert asyncio.get_running_loop().time() - began_s < 1.8

@@ -181,3 +181,18 @@ async def test_repeated_requests_to_resend_are_rate_limited() -> None:
     connection.now_s += RESEND_S
     await stream.acknowledged({SEQUENCE: "1", KIND: RESUME})
     assert connection.numbers == [0, 1, 2] * 2 + [1, 2]
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(), MaxPayloadError()])
+async def test_an_answer_whose_end_cannot_be_sent_is_given_up(error: Exception) -> None:
+    """The socket may break beside it: the id of the request is free again, and nothing beats on."""
+    connection = Connection()
+    stream = await filled(connection)
+
+    async def publish(*_: object) -> None:
+        raise error
+
+    connection.publish = publish  # type: ignore[assignment]
+    await _fail(stream, RequestFailed("the answer cannot be sent"))
+    assert stream.is_settled
+    assert connection.num_gone == 1

@@ -100,3 +100,27 @@ async def test_an_adapter_has_its_id_though_its_caller_left() -> None:
             await interruption.ended(control.load_lora(wire.LoadLoraRequest(adapter=wanted), cast(Any, None)))
         listed = await control.list_loras(wire.ListLorasRequest(), cast(Any, None))
         assert [*listed.adapters] == [wanted] * len(served.engine.adapters), interruption
+
+
+async def test_an_adapter_that_is_unloaded_has_no_id_though_its_caller_left() -> None:
+    wanted = wire.LoraAdapter(lora_id=7, lora_name="a", source_path="/a")
+    for interruption in interruptions():
+        served = Served()
+        control = Control(cast(Any, SimpleNamespace(preparation=object(), adapters=served.adapters)), cast(Any, None))
+        await control.load_lora(wire.LoadLoraRequest(adapter=wanted), cast(Any, None))
+        async with nothing_left(interruption):
+            await interruption.ended(control.unload_lora(wire.UnloadLoraRequest(lora_name="a"), cast(Any, None)))
+        if not served.engine.adapters:
+            await served.adapters.load("a", "/b")  # by another route, which gives none
+            (listed,) = (await control.list_loras(wire.ListLorasRequest(), cast(Any, None))).adapters
+            assert listed == wire.LoraAdapter(lora_name="a"), interruption
+
+
+async def test_a_load_that_is_sent_again_meets_the_first() -> None:
+    """A client whose deadline was too short asks again, while the first load goes on."""
+    wanted = wire.LoraAdapter(lora_id=7, lora_name="a", source_path="/a")
+    served = Served()
+    control = Control(cast(Any, SimpleNamespace(preparation=object(), adapters=served.adapters)), cast(Any, None))
+    asked = [control.load_lora(wire.LoadLoraRequest(adapter=wanted), cast(Any, None)) for _ in range(3)]
+    found = await asyncio.gather(*asked)
+    assert [(one.adapter, one.already_loaded) for one in found] == [(wanted, False), (wanted, True), (wanted, True)]

@@ -205,5 +205,5 @@ def _checked_window(request_id: str, headers: Mapping[str, str]) -> int:
 async def _fail(stream: AnswerStream, error: ServingError) -> None:
     try:
         await stream.fail(error)
-    except NatsError:
+    except (NatsError, OSError):
         stream.give_up()  # no heartbeats any more: the client notices by the silence

@@ -90,15 +90,23 @@ class Control:
             await self._changes.made(loaded())
         except NotSupported as error:
             raise Unsupported("adapter", str(error)) from None
+        except InvalidRequest:
+            if wanted.lora_name not in adapters.digests:
+                raise
+            return wire.LoadLoraResponse(adapter=self._lora(wanted.lora_name), already_loaded=True)  # meanwhile
         return wire.LoadLoraResponse(adapter=wanted)
 
     async def unload_lora(self, request: wire.UnloadLoraRequest, context: ServicerContext) -> wire.UnloadLoraResponse:
+        adapters, name = self._adapters(), request.lora_name
+
+        async def unloaded() -> wire.LoraAdapter:
+            await adapters.unload(name)
+            return self._loras.pop(name, None) or wire.LoraAdapter(lora_name=name)
+
         try:
-            await self._adapters().unload(request.lora_name)
+            adapter = await self._changes.made(unloaded())
         except NotSupported as error:
             raise Unsupported("lora_name", str(error)) from None
-        adapter = self._lora(request.lora_name)
-        self._loras.pop(request.lora_name, None)
         return wire.UnloadLoraResponse(adapter=adapter)
 
     async def list_loras(self, request: wire.ListLorasRequest, context: ServicerContext) -> wire.ListLorasResponse:

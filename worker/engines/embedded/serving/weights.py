@@ -207,7 +207,7 @@ class WeightControl:
         if self._model.has_network or self._version.number:
             return None
         try:
-            network = await asyncio.to_thread(self._reloaded)
+            network = await _in_thread(self._reloaded)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -217,7 +217,7 @@ class WeightControl:
         return None
 
     async def _made(self, given: Given) -> Network:
-        return await asyncio.to_thread(in_own_thread, lambda: self._updates.network(given))
+        return await _in_thread(lambda: in_own_thread(lambda: self._updates.network(given)))
 
     def _reloaded(self) -> Network | None:
         """The network of the checkpoint; None if its files cannot be read any more, or are others
@@ -260,8 +260,14 @@ class WeightControl:
         await self._call(_stop_computing, when_drained=mode != "keep")
 
     async def _let_go(self) -> None:
-        """Compute again, unless something stands against it."""
-        await self._call(Stepper.open_gate if self.weights_state == "serving" else _stop_computing)
+        """Compute again, unless something stands against it once the calls before are made."""
+        await self._call(self._compute_if_serving)
+
+    def _compute_if_serving(self, stepper: Stepper) -> None:
+        if self.weights_state == "serving":
+            stepper.open_gate()
+        else:
+            _stop_computing(stepper)
 
     async def _call(self, work: Callable[[Stepper], T], *, when_drained: bool = False) -> T:
         """Result of `work`, called by the step thread between two steps; not before every request
@@ -315,6 +321,17 @@ def _refusing_out_of_memory() -> Iterator[None]:
             raise
         problem = first_line(error)
     raise WeightsRefused(f"there is no memory for the new weights beside those that serve ({problem})")
+
+
+async def _in_thread(load: Callable[[], T]) -> T:
+    """The result of `load`, called in a thread. A caller that is cancelled waits for the end of it:
+    transformers sets global state while it loads, so that nothing may compute, or load, beside it.
+    """
+    loading = asyncio.create_task(asyncio.to_thread(load))
+    try:
+        return await asyncio.shield(loading)
+    finally:
+        await asyncio.wait({loading})
 
 
 def _stop_computing(stepper: Stepper) -> None:

@@ -93,19 +93,25 @@ class BatchConsumer:
     async def stop(self) -> None:
         """Take no more, and give back what is not answered yet, for `STOP_S` at most."""
         self._loops.stop()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + STOP_S
+        self._give_back()
         if self._fetching is not None:  # what is on its way here is given back, too
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
+                async with asyncio.timeout_at(end_s):
                     await asyncio.gather(self._fetching, return_exceptions=True)
+            self._give_back()
         running = list(self._running.values())
-        for each in running:
-            each.end(Returned())
         tasks = [*(each.task for each in running if each.task is not None), *self._asides.values()]
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=STOP_S)
+            _, late = await asyncio.wait(tasks, timeout=max(0.0, end_s - loop.time()))
             for task in late:  # the server is away: it gives them to others by itself
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+    def _give_back(self) -> None:
+        for running in self._running.values():
+            running.end(Returned())
 
     async def _fetch_some(self) -> None:
         assert self._client is not None
