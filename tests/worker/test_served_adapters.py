@@ -102,7 +102,7 @@ async def test_an_adapter_has_its_id_though_its_caller_left() -> None:
         assert [*listed.adapters] == [wanted] * len(served.engine.adapters), interruption
 
 
-async def test_an_adapter_that_is_unloaded_has_no_id_though_its_caller_left() -> None:
+async def test_an_unloaded_adapter_has_no_id_though_its_caller_left() -> None:
     wanted = wire.LoraAdapter(lora_id=7, lora_name="a", source_path="/a")
     for interruption in interruptions():
         served = Served()
