@@ -9,7 +9,6 @@ section or to the answer; `random_numbers` counter-based random numbers.
 
 from adapters.contract.argument_types import MAX_INT, MAX_LIST, MAX_TEXT, Count, PositiveCount, Text, TokenId, TokenIds
 from adapters.contract.bitmasks import (
-    apply_bitmask,
     bitmask_of,
     count_allowed,
     highest_values,
@@ -28,6 +27,7 @@ from adapters.contract.edits import (
     Scale,
     Sparse,
     apply_allows,
+    apply_bitmask,
     apply_sparse,
     check_edit,
     check_in_place,

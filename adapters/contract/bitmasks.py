@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from adapters.devices import upload, upload_ids
-from adapters.row_kernels import kernels_for
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -80,37 +79,22 @@ def _bits_in(words: Words, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ids[: int(np.searchsorted(ids, width))]
 
 
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
-    """Masks with -inf every logit whose bit is 0; NaN and +inf become NaN there.
-
-    Args:
-        logits: float ``[B, V]``, edited in place.
-        bitmask: int32 ``[R, W]``, one row of bits for each of ``rows``; ids beyond ``32 * W`` are
-            masked.
-        rows: Rows of ``logits`` to mask, all of them in order by default.
-    """
-    every = range(len(logits)) if rows is None else rows
-    if logits.device.type == "cpu":
-        kernels, width = kernels_for(logits), logits.shape[1]
-        if kernels is not None:
-            kernels.apply_masks(logits, every, list(bitmask.cpu()))
-        else:
-            apply_unpacked(logits, [(row, unpacked(mask, width)) for row, mask in zip(every, bitmask, strict=True)])
-        return
+def apply_on_device(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:
+    """`apply_bitmask` of logits that are not on a CPU; arguments as there."""
     covered = min(logits.shape[1], bitmask.shape[1] * 32)
     if covered < logits.shape[1]:
-        for row in every:
+        for row in rows:
             logits[row, covered:] = -torch.inf
     octets = _on_device(bitmask, logits.device).contiguous().view(torch.uint8).int()
     addends = _addends(logits.device).index_select(0, octets.flatten()).view(len(octets), -1)[:, :covered]
-    if list(every) == list(range(len(logits))):
+    if list(rows) == list(range(len(logits))):
         logits[:, :covered].add_(addends)
         return
-    logits[:, :covered].index_add_(0, upload_ids(list(every), logits.device), addends.to(logits.dtype))
+    logits[:, :covered].index_add_(0, upload_ids(list(rows), logits.device), addends.to(logits.dtype))
 
 
 def apply_unpacked(logits: torch.Tensor, masks: Sequence[tuple[int, UnpackedMask]]) -> None:
-    """`apply_bitmask` on a CPU, of masks that were unpacked before.
+    """`apply_bitmask` on a CPU without kernels, of masks that were unpacked before.
 
     Which of three ways a row takes depends on its mask and its own values alone.
 

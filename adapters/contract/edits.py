@@ -23,7 +23,7 @@ import torch
 
 from adapters.contract.bitmasks import (
     UnpackedMask,
-    apply_bitmask,
+    apply_on_device,
     apply_unpacked,
     bitmask_of,
     count_allowed,
@@ -317,6 +317,22 @@ def _joined(parts: Sequence[Numbers], dtype: torch.dtype) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
+def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int] | None = None) -> None:
+    """Masks with -inf every logit whose bit is 0; NaN and +inf become NaN there.
+
+    Args:
+        logits: float ``[B, V]``, edited in place.
+        bitmask: int32 ``[R, W]``, one row of bits for each of ``rows``; ids beyond ``32 * W`` are
+            masked.
+        rows: Rows of ``logits`` to mask, all of them in order by default.
+    """
+    every = range(len(logits)) if rows is None else rows
+    if logits.device.type == "cpu":
+        apply_allows(logits, [(row, Allow(mask)) for row, mask in zip(every, bitmask.cpu(), strict=True)])
+    else:
+        apply_on_device(logits, bitmask, every)
+
+
 def apply_allows(logits: torch.Tensor, edits: Sequence[tuple[int, Allow]]) -> None:
     """Apply the packed masks of some rows together: see `apply_bitmask`.
 
@@ -331,4 +347,4 @@ def apply_allows(logits: torch.Tensor, edits: Sequence[tuple[int, Allow]]) -> No
     elif logits.device.type == "cpu":
         apply_unpacked(logits, [(row, edit.unpacked(logits.shape[1])) for row, edit in edits])
     else:
-        apply_bitmask(logits, torch.stack([edit.bitmask for _, edit in edits]), [row for row, _ in edits])
+        apply_on_device(logits, torch.stack([edit.bitmask for _, edit in edits]), [row for row, _ in edits])

@@ -3,9 +3,12 @@
 Order: temperature, then min-p, then top-k, renormalised, then top-p, each with the rule of
 `adapters.sampling`, which the processors of these names apply to whole rows. Sums of weights are
 exact, so that a token depends on its row, its controls and its uniform random number alone, bit for
-bit, whichever path finds it. A few hundred of the highest logits nearly always include every token
-that can be sampled. It is detected when they do not; then the weights of the whole row are
-computed, one row at a time.
+bit, whichever path finds it.
+
+On a CPU one kernel draws the tokens of a batch (`native.weights.Drawer`). Here are those of rows on
+a device, of rows whose distribution is wanted, and without kernels. A few hundred of the highest
+logits nearly always include every token that can be sampled. It is detected when they do not; then
+the weights of the whole row are computed, one row at a time.
 """
 
 from __future__ import annotations
