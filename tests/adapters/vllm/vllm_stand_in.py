@@ -30,7 +30,7 @@ MAX_LENGTH = 64
 class Params:
     """``vllm.SamplingParams``: the fields that processors see, with vLLM's defaults.
 
-    As with every class in Python 3.14, instances have no annotations.
+    Instances have no annotations, as those of every class in Python 3.14.
     """
 
     __struct_fields__: ClassVar[tuple[str, ...]]

@@ -17,11 +17,12 @@ from pathlib import Path
 import amx_emulation
 import pytest
 import torch
+from chosen_paths import kept_choices
 
 from worker.engines.embedded import native
 from worker.engines.embedded.kv_cache import SequenceSlice
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
-from worker.engines.embedded.native import libraries, paths
+from worker.engines.embedded.native import libraries
 
 pytestmark = pytest.mark.native
 
@@ -31,12 +32,9 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     found: torch.dtype = request.param
     if reason := amx_emulation.reason_against(found):
         pytest.skip(reason)
-    before = paths._chosen.copy()
-    with amx_emulation.amx():
+    with kept_choices(), amx_emulation.amx():
         native.choose_path(found, "amx")
         yield found
-    paths._chosen.clear()
-    paths._chosen.update(before)
 
 
 def tile_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

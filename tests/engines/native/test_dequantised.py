@@ -11,6 +11,7 @@ from typing import Any
 import amx_emulation
 import pytest
 import torch
+from chosen_paths import kept_choices
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from worker.engines.embedded import native
 from worker.engines.embedded.model.quantisation import QuantisedGemm, QuantisedWeight
-from worker.engines.embedded.native import libraries, paths
+from worker.engines.embedded.native import libraries
 from worker.errors import StartupError
 
 pytestmark = pytest.mark.native
@@ -30,13 +31,10 @@ pytestmark = pytest.mark.native
 def with_amx() -> Iterator[None]:
     if reason := amx_emulation.reason_against(torch.bfloat16):
         pytest.skip(reason)
-    before = paths._chosen.copy()
-    with amx_emulation.amx():
+    with kept_choices(), amx_emulation.amx():
         for dtype in (torch.float32, torch.bfloat16):
             native.choose_path(dtype, "amx")
         yield
-    paths._chosen.clear()
-    paths._chosen.update(before)
 
 
 def sums(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:

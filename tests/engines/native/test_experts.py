@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from chosen_paths import kept_choices, plain_c
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,12 +38,9 @@ COMPUTED = [
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """A path, which computes in the data type of `dtype`."""
     name, dtype = request.param
-    before = paths._chosen.copy()
-    paths._chosen.clear()
-    native.choose_path(dtype, name)
-    yield name
-    paths._chosen.clear()
-    paths._chosen.update(before)
+    with kept_choices(clear=True):
+        native.choose_path(dtype, name)
+        yield name
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +125,6 @@ def test_a_token_has_the_experts_of_its_greatest_numbers(
     assert ((found.double() - terms.sum(1)).abs() <= ERRORS[dtype] * terms.abs().sum(1).amax(1, keepdim=True)).all()
     for token in range(tokens):
         assert torch.equal(weights.computed(x[token : token + 1], top_k, normalises), found[token : token + 1])
-    native.choose_path(dtype, "generic")
-    expected = weights.computed(x, top_k, normalises)
-    native.choose_path(dtype, path)
+    with plain_c(dtype):
+        expected = weights.computed(x, top_k, normalises)
     assert torch.equal(found, expected)

@@ -13,6 +13,7 @@ from pathlib import Path
 import amx_emulation
 import pytest
 import torch
+from chosen_paths import kept_choices, plain_c
 from effort import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,13 +68,9 @@ SLOW = {"generic", *(path for path, _ in EMULATED)}
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """A path, which computes in the data type of `dtype`."""
     name, dtype = request.param
-    before = paths._chosen.copy()
-    paths._chosen.clear()
-    with amx_emulation.amx() if request.param in EMULATED else nullcontext():
+    with kept_choices(clear=True), amx_emulation.amx() if request.param in EMULATED else nullcontext():
         native.choose_path(dtype, name)
         yield name
-    paths._chosen.clear()
-    paths._chosen.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +92,6 @@ def test_every_path_of_this_processor_is_built(dtype: torch.dtype) -> None:
     has = {path for path, flags in libraries.DATA_TYPES[dtype].needs.items() if set(flags) <= libraries.cpu_flags()}
     assert {path for path, each in COMPUTED if each == dtype} == has
     assert "generic" in has
-
-
-@contextmanager
-def plain_c(dtype: torch.dtype) -> Iterator[None]:
-    before = paths._chosen[dtype]
-    native.choose_path(dtype, "generic")
-    yield
-    native.choose_path(dtype, before)
 
 
 def skip_own_order(path: str, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from chosen_paths import kept_choices, plain_c
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
 from worker.engines.embedded import native
-from worker.engines.embedded.native import paths
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.weights import ControlColumns, Drawer, NativeRow, exponential_
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
@@ -36,19 +36,14 @@ pytestmark = pytest.mark.native
 @pytest.fixture(scope="module", params=PATHS)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """One that computes in float32."""
-    before = paths._chosen.copy()
-    native.choose_path(torch.float32, request.param)
-    yield request.param
-    paths._chosen.clear()
-    paths._chosen.update(before)
+    with kept_choices():
+        native.choose_path(torch.float32, request.param)
+        yield request.param
 
 
 def in_plain_c(values: torch.Tensor) -> torch.Tensor:
-    before = native.chosen_path(torch.float32)
-    native.choose_path(torch.float32, "generic")
-    found = exponential_(values.clone())
-    native.choose_path(torch.float32, before)
-    return found
+    with plain_c(torch.float32):
+        return exponential_(values.clone())
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -12,6 +12,7 @@ from typing import Any
 import amx_emulation
 import pytest
 import torch
+from chosen_paths import kept_choices, plain_c
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from worker.engines.embedded.model.quantisation import (  # type: ignore[attr-de
     concatenated,
     quantise,
 )
-from worker.engines.embedded.native import libraries, paths
+from worker.engines.embedded.native import libraries
 from worker.engines.embedded.native.gemm import quantised_kernel
 from worker.engines.embedded.native.whole_scales import (
     BYTES,
@@ -61,8 +62,7 @@ of_integers = pytest.mark.parametrize(
 
 @pytest.fixture(params=PATHS, scope="module")
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    before = paths._chosen.copy()
-    with pytest.MonkeyPatch.context() as patch:
+    with kept_choices(), pytest.MonkeyPatch.context() as patch:
         if request.param == AVX2_WITH_VNNI:
             file = tmp_path_factory.mktemp("kernels") / "kernels.so"
             compile_kernels("avx2", file, "-O2", "-shared", "-fPIC", "-DFLOAT32=1", DOT_IN_EVEX)
@@ -73,19 +73,6 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         with amx_emulation.amx() if request.param == "amx" else nullcontext():
             native.choose_path(torch.float32, request.param)
             yield request.param
-    paths._chosen.clear()
-    paths._chosen.update(before)
-
-
-@contextmanager
-def plain_c() -> Iterator[None]:
-    """The oracle of all paths."""
-    before = paths._chosen[torch.float32]
-    native.choose_path(torch.float32, "generic")
-    try:
-        yield
-    finally:
-        native.choose_path(torch.float32, before)
 
 
 def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -174,7 +161,7 @@ def test_bits_are_those_of_float32_on_the_unpacked_weight(
     x, bias, other = operands(generator, weight, rows, then, has_bias)
     with num_threads(threads):
         found = QuantisedGemm(weight, bias)(x, then, other)
-    with plain_c():
+    with plain_c(torch.float32):
         expected = native.linear(x, native.Gemm(native.PackedWeight.of(weight.dequantised()), bias), then, other)
     assert torch.equal(bits(found), bits(expected))
 
@@ -428,7 +415,7 @@ def test_a_product_with_rounded_rows(
     layer = QuantisedGemm(weight, bias, rounds_to="int8")
     with num_threads(threads):
         found, sums = layer(x, then, other), QuantisedGemm(weight, None, rounds_to="int8")(x)
-    with plain_c():
+    with plain_c(torch.float32):
         expected = layer(x, then, other)
     assert torch.equal(bits(found), bits(expected))
     inputs, num_terms = rounded(x)
@@ -500,7 +487,7 @@ def test_rounded_rows_and_groups_of_any_size(
     weight = random_weight(bits_of_code, group, (columns, inner), has_offsets, generator)
     layer, x = QuantisedGemm(weight, None, rounds_to="int8"), with_outliers(randn(generator, rows, inner), generator)
     found = layer(x)
-    with plain_c():
+    with plain_c(torch.float32):
         assert torch.equal(bits(found), bits(layer(x)))
 
 
