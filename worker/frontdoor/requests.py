@@ -78,19 +78,16 @@ def rewritten_fields(
     """
     try:
         _check(path, tables(record)[path], fields, catalog)
-        allowed = allowed_places(fields)
-        if allowed is not None:
-            fields.update(with_allowed_tools(fields))
-        guides, is_moot = structured_outputs.take(fields), take_moot_format(fields)
+        own_path, changes = _in_usual_forms(fields)
         guided = carries_guides and METADATA_HEADER not in headers
         try:
             changed = _rewrite(tables(record)[path], fields, headers, catalog, calls, guided)
         except FieldRefused as refused:
-            param = None if refused.param is None else _own_path(allowed, guides, refused.param)
+            param = None if refused.param is None else own_path(refused.param)
             if param == refused.param:
                 raise
             raise refused.renamed(param) from None
-        changed |= allowed is not None or bool(guides) or is_moot or "n" in fields
+        changed |= changes or "n" in fields
         num_choices = fields.pop("n", 1)
         first = _encoded(fields) if changed or body is None else body
         if num_choices == 1:
@@ -107,14 +104,31 @@ def rewritten_fields(
 _TOOL = re.compile(r"tools\[(\d+)\](.*)", re.DOTALL)
 
 
-def _own_path(allowed: Sequence[int] | None, guides: Mapping[str, str], path: str) -> str:
-    """The path in the client's request for that of a tool among the ``allowed`` ones, or of a guide
-    that ``structured_outputs`` has; others stay.
+def _in_usual_forms(fields: Body) -> tuple[Naming, bool]:
+    """Put what a client says in a form of its own into the usual one: allowed tools, a guide of
+    ``structured_outputs``, a format that concerns nothing.
+
+    Args:
+        fields: The client's fields, which are changed.
+
+    Returns:
+        Function from a path in the changed fields to that of the client's; whether they changed.
+
+    Raises:
+        FieldRefused: see `allowed_places`.
     """
-    found = _TOOL.fullmatch(path)
-    if allowed is not None and found is not None:
-        return f"tools[{allowed[int(found[1])]}]{found[2]}"
-    return guides.get(path, path)
+    allowed = allowed_places(fields)
+    if allowed is not None:
+        fields.update(with_allowed_tools(fields))
+    guides, is_moot = structured_outputs.take(fields), take_moot_format(fields)
+
+    def own_path(path: str) -> str:
+        found = _TOOL.fullmatch(path)
+        if allowed is not None and found is not None:
+            return f"tools[{allowed[int(found[1])]}]{found[2]}"
+        return guides.get(path, path)
+
+    return own_path, allowed is not None or bool(guides) or is_moot
 
 
 def _rewrite(
@@ -158,13 +172,11 @@ def names_of(
     chosen = fields.get(SELECTION_FIELD)
     selection = _selection_in(_places_in(fields), chosen)
     carries_guides = carries_guides and METADATA_HEADER not in headers
-    allowed = allowed_places(fields)
     fields = dict(fields)
-    guides = structured_outputs.take(fields)
-    take_moot_format(fields)
-    made = _as_processors(tables(SamplingParams)[path], dict(with_allowed_tools(fields)), calls, carries_guides)
+    own_path, _ = _in_usual_forms(fields)
+    made = _as_processors(tables(SamplingParams)[path], dict(fields), calls, carries_guides)
     named = worker_names(path, fields, selection_names(selection.get("processors", ()), made, chosen))
-    return lambda worker_path: _own_path(allowed, guides, named(worker_path))
+    return lambda worker_path: own_path(named(worker_path))
 
 
 def deadline_of(fields: Body, headers: Mapping[bytes, bytes]) -> float | None:
