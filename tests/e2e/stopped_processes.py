@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from e2e_stack import Process
+from e2e_stack import Process, wait_for
 
 
 @contextlib.contextmanager
@@ -17,11 +17,21 @@ def stopped(*processes: Process) -> Iterator[None]:
     for process in processes:
         process.signal(signal.SIGSTOP)
     try:
+        for process in processes:
+            wait_for(lambda process=process: stands_still(process), "that it stands still")
         yield
     finally:
         for process in processes:
             if process.running:
                 process.signal(signal.SIGCONT)
+
+
+def stands_still(process: Process) -> bool:
+    """Whether every thread of it has stopped: one that runs on another processor goes on for a
+    moment after the signal.
+    """
+    stats = [path.read_text() for path in Path(f"/proc/{process.child.pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def unread(receiver: Process, sender: Process) -> int:

@@ -120,7 +120,7 @@ async def test_a_broken_engine_hands_its_requests_off_and_leaves(stack: Stack) -
         assert await asyncio.gather(*innocent) == ["x" * 300] * 4
         assert await asyncio.gather(*fatal) == ["x" * 20] * 2
     assert broken.wait() == 1
-    assert broken.log.rstrip().endswith("worker: error: engine broken: the device is gone")
+    assert broken.log.rstrip().endswith("worker: error: engine broken: the device is gone"), broken.log
     assert staying.running
 
 
