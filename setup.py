@@ -36,6 +36,7 @@ FLOAT32_ALONE = (
     "prefixes",
     "process_memory",
     "quantised",
+    "scoring",
     "super_blocks",
     "weights",
 )

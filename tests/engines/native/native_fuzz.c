@@ -238,6 +238,42 @@ fuzz_draws(const float *logits, int64_t rows, int64_t width)
     free(memory);
 }
 
+/* Log probabilities of tokens of rows, and of the highest ones; rounded, since the logarithm is the C library's. */
+static void
+fuzz_scores(const void *logits, int32_t is_float64, int64_t rows, int64_t width)
+{
+    int64_t never[3], tokens[3], counts[3], ranks[3], found[3];
+    double divisors[3], logprobs[3];
+    const int64_t most = ONE_OF(1, 5, width), num_never = below(width > 3 ? 4 : 1);
+    int64_t *top_ids = malloc(rows * most * sizeof *top_ids);
+    double *top_logprobs = malloc(rows * most * sizeof *top_logprobs);
+    for (int64_t i = 0; i < num_never; i++)
+        never[i] = i ? never[i - 1] + 1 + below((width - 1 - never[i - 1]) / 3 + 1) : below(width / 2);
+    for (int64_t row = 0; row < rows; row++) {
+        divisors[row] = (double)ONE_OF(1, 2, 10, 25) / 10.0;
+        tokens[row] = below(width);
+        counts[row] = below(most + 1);
+    }
+    const scoring_t scoring = {.logits = logits, .is_float64 = is_float64, .rows = rows, .stride = width, .width = width,
+                               .divisors = below(2) ? divisors : NULL, .ranked = below(2) ? width : below(width + 1),
+                               .never = never, .num_never = num_never, .tokens = tokens, .counts = counts, .most = most, .logprobs = logprobs, .ranks = ranks,
+                               .found = found, .top_ids = top_ids, .top_logprobs = top_logprobs};
+    const threads_t threads = some_threads();
+    score_tokens(&scoring, &threads);
+    for (int64_t row = 0; row < rows; row++) {
+        const float logprob = isfinite(logprobs[row]) ? (float)logprobs[row] : 0.0f;
+        add_bytes_to_digest(&logprob, sizeof logprob);
+        add_bytes_to_digest(ranks + row, sizeof *ranks);
+        add_bytes_to_digest(top_ids + row * most, found[row] * (int64_t)sizeof *top_ids);
+        for (int64_t i = 0; i < found[row]; i++) {
+            const float each = (float)top_logprobs[row * most + i];
+            add_bytes_to_digest(&each, sizeof each);
+        }
+    }
+    free(top_ids);
+    free(top_logprobs);
+}
+
 /* A row whose logits are spread, tie or are mostly masked, and its prefixes. The sample of 9001, every
  * third 16 of them, may mislead.
  */
@@ -281,6 +317,8 @@ fuzz_weights(void)
         add_bytes_to_digest(weights, count * (int64_t)sizeof *weights);
     }
     fuzz_draws(logits, rows, width / rows);
+    fuzz_scores(logits, 0, rows, width / rows);
+    fuzz_scores(numbers, 1, rows, width / rows);
     fuzz_masks();
     void *const all[] = {logits, keys, ids, weights, sums, numbers};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)

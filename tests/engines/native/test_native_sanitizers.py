@@ -24,13 +24,13 @@ FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "3659cf4ede4b8129", torch.float32: "047fd0f177c1704b"}
+DIGESTS = {torch.bfloat16: "3659cf4ede4b8129", torch.float32: "529a0a437cb00cee"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 IN_TILES = "665bf768dede53eb"
 """Of bfloat16 with AMX, which sums in an order of its own."""
 
-DEQUANTISED = "c00b83054d847d08"
+DEQUANTISED = "f79f3bad3314140b"
 """Of float32 where AMX in bfloat16 multiplies quantised weights."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,9 +12,27 @@ from hypothesis import strategies as st
 from pretend_gpu import PretendGpu
 
 from worker.engines import TokenLogprob
+from worker.engines.embedded.native import scoring
 from worker.engines.embedded.sampling import token_logprobs
 
 LOGITS = st.sampled_from([-math.inf, -math.inf, -1.5, 0.0, 0.0, 2.0])
+
+
+@pytest.fixture(scope="module", params=["native kernels", "torch"], autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those that compute."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "torch":
+            patched.setattr(scoring, "can_score", lambda logits: False)
+        yield
+
+
+def places(entries: list[TokenLogprob]) -> list[tuple[int, int]]:
+    return [(one.token_id, one.rank) for one in entries]
+
+
+def values(entries: list[TokenLogprob]) -> list[float]:
+    return [one.logprob for one in entries]
 
 
 def top_of(row: torch.Tensor, count: int) -> list[TokenLogprob]:
@@ -33,7 +52,10 @@ def test_the_top_n_is_the_beginning_of_the_sorted_row(wanted: list[tuple[list[fl
     rows[:, token] = 0.0  # the sampled one can be sampled
     counts = [count for _, count in wanted]
     found = token_logprobs(rows, [token] * len(rows), counts)
-    assert [entries[1:] for entries in found] == [top_of(row, count) for row, count in zip(rows, counts, strict=True)]
+    for entries, row, count in zip(found, rows, counts, strict=True):
+        expected = top_of(row, count)
+        assert places(entries[1:]) == places(expected)
+        assert values(entries[1:]) == pytest.approx(values(expected), abs=1e-12)
 
 
 @pytest.mark.parametrize("value", [-math.inf, 0.0])
@@ -61,6 +83,8 @@ def test_rows_on_a_device_are_ranked_there() -> None:
     expected = token_logprobs(rows, [3, 2], [3, 0])
     with PretendGpu() as gpu:
         found = token_logprobs(rows.to("cuda"), [3, 2], [3, 0])
-    assert found == expected
+    for there, here in zip(found, expected, strict=True):
+        assert places(there) == places(here)
+        assert values(there) == pytest.approx(values(here), abs=1e-12)
     assert [entries[0].rank for entries in found] == [2, 3]
     assert not gpu.computed & {"cpu", "numpy"}

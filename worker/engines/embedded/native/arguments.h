@@ -238,6 +238,26 @@ typedef struct {
     FIELD(float *, highest)            /* [rows], the highest logits, not divided; NaN where one of a row is */        \
     FIELD(char *, memory)              /* [threads][drawing_memory(width)], to be overwritten */      
 
+/* Rows of logits, of which log probabilities are wanted: of a token, and of the highest ones. */
+#define SCORING(FIELD)                                                                                                 \
+    FIELD(const void *, logits)        /* [rows, width], a row `stride` behind the one before */                       \
+    FIELD(int32_t, is_float64)         /* the logits; otherwise they are float32 */                                    \
+    FIELD(int64_t, rows)                                                                                               \
+    FIELD(int64_t, stride)                                                                                             \
+    FIELD(int64_t, width)                                                                                              \
+    FIELD(const double *, divisors)    /* [rows], of the logits, above 0; NULL for 1 */                                \
+    FIELD(int64_t, ranked)             /* ids below it have ranks, but for those of `never` */                         \
+    FIELD(const int64_t *, never)      /* [num_never], rising */                                                       \
+    FIELD(int64_t, num_never)                                                                                          \
+    FIELD(const int64_t *, tokens)     /* [rows] */                                                                    \
+    FIELD(const int64_t *, counts)     /* [rows], of the highest ones that are wanted, `most` at most */               \
+    FIELD(int64_t, most)                                                                                               \
+    FIELD(double *, logprobs)          /* [rows], of the tokens; NaN where the highest logit is not finite */          \
+    FIELD(int64_t *, ranks)            /* [rows], of the tokens, from 1 */                                             \
+    FIELD(int64_t *, found)            /* [rows], numbers of highest ones, of which none is masked */                  \
+    FIELD(int64_t *, top_ids)          /* [rows, most], by falling logit and rising id */                              \
+    FIELD(double *, top_logprobs)      /* [rows, most] */
+
 /* The threads that compute. */
 #define THREADS(FIELD)                                                                                                 \
     FIELD(int32_t, count)                                                                                              \
@@ -259,6 +279,7 @@ typedef struct { UNPACKING(DECLARE) } unpacking_t;
 typedef struct { BLOCKS(DECLARE) } blocks_t;
 typedef struct { WEIGHING(DECLARE) } weighing_t;
 typedef struct { DRAWING(DECLARE) } drawing_t;
+typedef struct { SCORING(DECLARE) } scoring_t;
 
 #define DESCRIBE_FIELD(type, name) #type " " #name ";"
 #define DESCRIBE(structure, FIELDS) structure ":" FIELDS(DESCRIBE_FIELD) "\n"
@@ -275,6 +296,7 @@ typedef struct { DRAWING(DECLARE) } drawing_t;
     DESCRIBE("unpacking", UNPACKING)                                                                                   \
     DESCRIBE("blocks", BLOCKS)                                                                                         \
     DESCRIBE("weighing", WEIGHING)                                                                                     \
-    DESCRIBE("drawing", DRAWING)
+    DESCRIBE("drawing", DRAWING)                                                                                       \
+    DESCRIBE("scoring", SCORING)
 
 #endif

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 26
+_VERSION = 27
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent
@@ -102,6 +102,7 @@ class KernelLibrary(ctypes.CDLL):
     blocks_t: Any
     weighing_t: Any
     drawing_t: Any
+    scoring_t: Any
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -147,6 +148,7 @@ class KernelLibrary(ctypes.CDLL):
             "weigh": (_INT64, (weighing, _POINTER, _INT64, _POINTER, _POINTER)),
             "drawing_memory": (_INT64, (_INT64,)),
             "draw_tokens": (None, (ctypes.POINTER(self.drawing_t), _POINTER)),
+            "score_tokens": (None, (ctypes.POINTER(self.scoring_t), _POINTER)),
             "take_prefix": (_INT64, (weighing, _POINTER, *[_INT64] * 3, *[_POINTER] * 3)),
             **{f"round_{kind}": (None, (blocks, _POINTER)) for kind in ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")},
             "copy_from_process": (_INT32, (_INT64, *[_POINTER] * 3, *[_INT64] * 3, _POINTER)),

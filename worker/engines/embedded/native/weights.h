@@ -1,4 +1,4 @@
-/* Masks and weights of tokens, for sampling: functions of the library in float32. */
+/* Masks, weights and log probabilities of tokens, for sampling: functions of the library in float32. */
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
@@ -69,5 +69,8 @@ KERNEL int64_t drawing_memory(int64_t width);
 
 /* Draws a token of each row. */
 KERNEL void draw_tokens(const drawing_t *drawing, const threads_t *threads);
+
+/* Log probabilities of tokens of each row, and their ranks. */
+KERNEL void score_tokens(const scoring_t *scoring, const threads_t *threads);
 
 #endif

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from worker.engines import TokenLogprob
+from worker.engines.embedded.native import scoring
 from worker.engines.embedded.plan import Samples
 
 Ids = slice | torch.Tensor | None
@@ -34,6 +35,8 @@ def token_logprobs(
     """The sampled token, then the top-n, for each row.
 
     Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
+    Native kernels compute on the CPU (`native.scoring`), torch elsewhere and for gradients: their
+    results differ in the last bits of float64 alone.
 
     Args:
         logits: floating ``[m, V]``, not normalised.
@@ -42,15 +45,21 @@ def token_logprobs(
         never: Ids that are never sampled: part of the whole, as in a trainer's forward pass, but
             neither ranked nor among the top-n.
     """
+    if scoring.can_score(logits):
+        rows = zip(token_ids, *scoring.score(logits, token_ids, counts, never), strict=True)
+        return [
+            [TokenLogprob(token, value, rank), *(TokenLogprob(*one, place) for place, one in enumerate(top, start=1))]
+            for token, value, rank, top in rows
+        ]
     logprobs = logits.double().log_softmax(-1)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logprobs.gather(-1, sampled)
     if never is not None:
         logprobs[:, never] = -torch.inf
     values = chosen[:, 0].tolist()
-    rows = zip(token_ids, values, _ranks(logprobs.detach(), token_ids, values), strict=True)
+    scored = zip(token_ids, values, _ranks(logprobs.detach(), token_ids, values), strict=True)
     tops = _tops(logprobs, counts) if max(counts) else [[]] * len(token_ids)
-    return [[TokenLogprob(*row), *top] for row, top in zip(rows, tops, strict=True)]
+    return [[TokenLogprob(*one), *top] for one, top in zip(scored, tops, strict=True)]
 
 
 def _ranks(logprobs: torch.Tensor, token_ids: Sequence[int], values: Sequence[float]) -> list[int]:
@@ -110,15 +119,22 @@ def attach_masses(
         temperatures: Temperature of each.
         kept: bool ``[m, V]``; tokens that could be sampled, at least one in a row without an error.
     """
-    tempered = raw.double() / torch.tensor(temperatures, dtype=torch.float64)[:, None]
-    sampled = torch.tensor([samples.token_ids[row] for row in rows])[:, None]
-    # row by row, unlike a sum: its order would depend on the rows beside
-    whole = tempered.log_softmax(-1).gather(-1, sampled)
-    part = tempered.masked_fill_(~kept, -torch.inf).log_softmax(-1).gather(-1, sampled)
-    for row, own, log_mass in zip(rows, whole[:, 0].tolist(), (whole - part)[:, 0].tolist(), strict=True):
+    sampled = [samples.token_ids[row] for row in rows]
+    divisors = torch.tensor(temperatures, dtype=torch.float64)
+    whole = _values(raw, sampled, divisors)
+    part = _values(raw.masked_fill(~kept, -torch.inf), sampled, divisors)
+    for row, own, of_kept in zip(rows, whole, part, strict=True):
         samples.logprobs[row][0] = replace(
             samples.logprobs[row][0],
             processed=samples.processed[row],
             tempered=own,
-            log_mass=min(log_mass, 0.0),
+            log_mass=min(own - of_kept, 0.0),
         )
+
+
+def _values(logits: torch.Tensor, token_ids: Sequence[int], divisors: torch.Tensor) -> list[float]:
+    """Log probability of a token of each row of divided logits, as in `token_logprobs`."""
+    if scoring.can_score(logits):
+        return scoring.score(logits, token_ids, [0] * len(token_ids), divisors=divisors)[0]
+    logprobs = (logits.double() / divisors[:, None]).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()

@@ -1,0 +1,131 @@
+"""The native kernel of log probabilities: against its definition, and the same bits in all paths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from chosen_paths import kept_choices, plain_c
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines.embedded import native
+from worker.engines.embedded.native.scoring import can_score, score
+
+PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
+WIDTHS = [1, 2, 63, 64, 65, 129, 700, 3000]
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One that computes in float32."""
+    with kept_choices():
+        native.choose_path(torch.float32, request.param)
+        yield request.param
+
+
+@st.composite
+def rows_of_logits(draw: st.DrawFn) -> torch.Tensor:
+    """Rows ``[R, V]`` of which some tie and some are masked, and each has a finite logit."""
+    width, count = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    rows = torch.randn(count, width + 9, generator=generator) * draw(st.sampled_from([0.1, 3.0, 300.0]))
+    if draw(st.booleans()):
+        rows = rows.round()
+    rows[torch.rand(rows.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.99]))] = -math.inf
+    layout = draw(st.sampled_from(["rows", "columns", "part"]))
+    rows = rows.t().contiguous().t() if layout == "columns" else rows
+    rows = rows[:, 5 : 5 + width]
+    rows = rows.contiguous() if layout == "rows" else rows
+    rows[:, draw(st.integers(0, width - 1))] = 0.5
+    return rows.double() / 3 if draw(st.booleans()) else rows
+
+
+def unranked(width: int) -> st.SearchStrategy[slice | torch.Tensor | None]:
+    some = st.sets(st.integers(0, width - 1), max_size=9).map(lambda ids: torch.tensor(sorted(ids), dtype=torch.int64))
+    return st.none() | st.integers(0, width).map(lambda first: slice(first, width)) | some
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(data=st.data())
+def test_log_probabilities_ranks_and_the_highest(path: str, data: st.DataObject) -> None:
+    rows = data.draw(rows_of_logits())
+    count, width = rows.shape
+    tokens = data.draw(st.lists(st.integers(0, width - 1), min_size=count, max_size=count))
+    wanted = data.draw(st.lists(st.sampled_from([0, 1, 5, 20, width, 2 * width]), min_size=count, max_size=count))
+    never = data.draw(unranked(width))
+    divisors = data.draw(st.none() | st.just(torch.linspace(0.3, 2.0, count, dtype=torch.float64)))
+    values, ranks, tops = score(rows, tokens, wanted, never, divisors)
+
+    expected = (rows.double() / (1.0 if divisors is None else divisors[:, None])).log_softmax(-1)
+    is_ranked = torch.ones(width, dtype=torch.bool)
+    if never is not None:
+        is_ranked[never] = False
+    for row, token in enumerate(tokens):
+        assert values[row] == pytest.approx(float(expected[row, token]), abs=1e-12, rel=1e-14)
+        logits = rows[row].tolist()
+        ahead = [i for i in range(width) if is_ranked[i] and (-logits[i], i) < (-logits[token], token)]
+        assert ranks[row] == 1 + len(ahead)
+        best = sorted((i for i in range(width) if is_ranked[i]), key=lambda i: (-logits[i], i))[: wanted[row]]
+        best = [i for i in best if logits[i] > -math.inf]
+        assert [token_id for token_id, _ in tops[row]] == best
+        assert [value for _, value in tops[row]] == pytest.approx(expected[row, best].tolist(), abs=1e-12, rel=1e-14)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(data=st.data())
+def test_a_row_has_the_same_bits_alone_and_in_plain_c(path: str, data: st.DataObject) -> None:
+    """And a token's value is that which it has among the highest."""
+    rows = data.draw(rows_of_logits())
+    tokens = rows.argmax(-1).tolist()
+    found = score(rows, tokens, [3] * len(rows))
+    alone = [score(rows[i : i + 1].clone(), [token], [3]) for i, token in enumerate(tokens)]
+    assert found == tuple([one[part][0] for one in alone] for part in range(3))
+    assert [top[0] for top in found[2]] == list(zip(tokens, found[0], strict=True))
+    with plain_c(torch.float32):
+        assert score(rows, tokens, [3] * len(rows)) == found
+    assert score(rows.double(), tokens, [3] * len(rows)) == found
+    assert score(rows, tokens, [3] * len(rows), divisors=torch.ones(len(rows), dtype=torch.float64)) == found
+
+
+def test_several_threads_score_large_rows(path: str) -> None:
+    logits = torch.randn(7, 70_003, generator=torch.Generator().manual_seed(2))
+    tokens = [0, 1, 64, 70_002, 35_000, 9, 70_001]
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(score(logits, tokens, [4] * 7, slice(70_000, None)))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(logits.double().log_softmax(-1)[range(7), tokens].tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_row_whose_highest_logit_is_not_finite_has_none(path: str, odd: float) -> None:
+    rows = torch.zeros(2, 100)
+    rows[0, 70] = odd
+    if odd == -math.inf:
+        rows[0] = odd
+    (bad, good), ranks, tops = score(rows, [3, 3], [2, 2])
+    assert math.isnan(bad)
+    assert (ranks[0], tops[0]) == (1, [])
+    assert (good, ranks[1]) == (pytest.approx(-math.log(100)), 4)
+    assert [token for token, _ in tops[1]] == [0, 1]
+
+
+def test_arguments(path: str) -> None:
+    rows = torch.zeros(2, 8)
+    for tokens in ([0, 8], [-1, 0]):
+        with pytest.raises(IndexError, match="tokens must be from 0 to 7"):
+            score(rows, tokens, [0, 0])
+    assert score(rows[:0], [], []) == ([], [], [])
+    assert can_score(rows)
+    assert not can_score(rows.bfloat16())
+    assert not can_score(rows.requires_grad_())
