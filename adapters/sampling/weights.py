@@ -96,11 +96,6 @@ def weights_of_probabilities(probabilities: torch.Tensor) -> torch.Tensor:
     return as_units(scaled, weight_bits(probabilities.shape[1]))
 
 
-def logarithms(units: torch.Tensor, bits: int) -> torch.Tensor:
-    """float64 logarithms of weights: 0 for the highest logit, -inf for weight 0."""
-    return units.double().mul_(2.0**-bits).log_()
-
-
 def share_of(totals: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """ceil(`totals` (int64) * `shares` (float64)), from 1 to `totals`; a share of 1 is all."""
     wanted = (totals.double() * shares).ceil_().to(torch.int64)

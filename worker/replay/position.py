@@ -171,7 +171,8 @@ def _sampled_from(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         return left
     host = row.cpu().unsqueeze(0)
     groups = group_rows({0: controls_of(params)}, len(row))
-    return truncate_and_sample(host, groups, {0: 0.0}, wanted={0})[1][0]
+    _, weights = truncate_and_sample(host, groups, {0: 0.0}, wanted={0})
+    return weights[0].double().log_()
 
 
 def _rank(row: torch.Tensor, token_id: int) -> tuple[int | None, float]:

@@ -214,7 +214,43 @@ fuzz_masks(void)
     free(words);
 }
 
-/* Tokens of rows, each by controls of its own; a row without a finite logit has none. */
+/* What is found of rows; rounded, since the logarithm is the C library's. */
+typedef struct {
+    int64_t counts[3], ranks[3], found[3], most, *top_ids;
+    double logprobs[3], *top_logprobs;
+} scores_t;
+
+static scores_t
+some_scores(int64_t rows, int64_t width)
+{
+    scores_t scores = {.most = ONE_OF(1, 5, width)};
+    for (int64_t row = 0; row < rows; row++)
+        scores.counts[row] = below(scores.most + 2) - 1;
+    scores.top_ids = malloc(rows * scores.most * sizeof *scores.top_ids);
+    scores.top_logprobs = malloc(rows * scores.most * sizeof *scores.top_logprobs);
+    return scores;
+}
+
+static void
+add_scores_to_digest(scores_t *scores, int64_t rows)
+{
+    for (int64_t row = 0; row < rows; row++) {
+        if (scores->counts[row] < 0 || !scores->ranks[row])
+            continue;
+        const float logprob = isfinite(scores->logprobs[row]) ? (float)scores->logprobs[row] : 0.0f;
+        add_bytes_to_digest(&logprob, sizeof logprob);
+        add_bytes_to_digest(scores->ranks + row, sizeof *scores->ranks);
+        add_bytes_to_digest(scores->top_ids + row * scores->most, scores->found[row] * (int64_t)sizeof *scores->top_ids);
+        for (int64_t i = 0; i < scores->found[row]; i++) {
+            const float each = (float)scores->top_logprobs[row * scores->most + i];
+            add_bytes_to_digest(&each, sizeof each);
+        }
+    }
+    free(scores->top_ids);
+    free(scores->top_logprobs);
+}
+
+/* Tokens of rows, each by controls of its own, and what could be drawn; a row without a finite logit has none. */
 static void
 fuzz_draws(const float *logits, int64_t rows, int64_t width)
 {
@@ -222,7 +258,10 @@ fuzz_draws(const float *logits, int64_t rows, int64_t width)
     double log_min_ps[3], shares[3], uniforms[3];
     int64_t top_ks[3], ids[3];
     const threads_t threads = some_threads();
+    const int64_t words = (width + 31) / 32;
     char *memory = malloc(threads.count * drawing_memory(width));
+    uint32_t *kept = calloc(rows * words, sizeof *kept);
+    scores_t scores = some_scores(rows, width);
     for (int64_t row = 0; row < rows; row++) {
         divisors[row] = (float)ONE_OF(1, 2, 10, 25) / 10.0f;
         log_min_ps[row] = below(2) ? -INFINITY : (double)below(80) / -10.0;
@@ -230,48 +269,43 @@ fuzz_draws(const float *logits, int64_t rows, int64_t width)
         shares[row] = (double)ONE_OF(0, 5, 9, 10, 10) / 10.0;
         uniforms[row] = (double)below(1 << 20) / (1 << 20);
     }
-    const drawing_t drawing = {logits,     rows,   width,  width,    384.0, divisors, log_min_ps,
-                               top_ks,     shares, uniforms, ids,    highest, memory};
+    const drawing_t drawing = {.logits = logits, .rows = rows, .stride = width, .width = width, .offset = 384.0,
+                               .divisors = divisors, .log_min_ps = log_min_ps, .top_ks = top_ks, .shares = shares,
+                               .uniforms = uniforms, .ids = ids, .highest = highest, .memory = memory,
+                               .kept = below(2) ? kept : NULL, .counts = below(4) ? scores.counts : NULL,
+                               .most = scores.most, .logprobs = scores.logprobs, .ranks = scores.ranks,
+                               .found = scores.found, .top_ids = scores.top_ids, .top_logprobs = scores.top_logprobs};
     draw_tokens(&drawing, &threads);
     add_bytes_to_digest(ids, rows * (int64_t)sizeof *ids);
     add_bytes_to_digest(highest, rows * (int64_t)sizeof *highest);
+    add_bytes_to_digest(kept, rows * words * (int64_t)sizeof *kept);
+    add_scores_to_digest(&scores, rows);
     free(memory);
+    free(kept);
 }
 
-/* Log probabilities of tokens of rows, and of the highest ones; rounded, since the logarithm is the C library's. */
+/* Log probabilities of tokens of rows, and of the highest ones. */
 static void
 fuzz_scores(const void *logits, int32_t is_float64, int64_t rows, int64_t width)
 {
-    int64_t never[3], tokens[3], counts[3], ranks[3], found[3];
-    double divisors[3], logprobs[3];
-    const int64_t most = ONE_OF(1, 5, width), num_never = below(width > 3 ? 4 : 1);
-    int64_t *top_ids = malloc(rows * most * sizeof *top_ids);
-    double *top_logprobs = malloc(rows * most * sizeof *top_logprobs);
+    int64_t never[3], tokens[3];
+    double divisors[3];
+    const int64_t num_never = below(width > 3 ? 4 : 1);
+    scores_t scores = some_scores(rows, width);
     for (int64_t i = 0; i < num_never; i++)
         never[i] = i ? never[i - 1] + 1 + below((width - 1 - never[i - 1]) / 3 + 1) : below(width / 2);
     for (int64_t row = 0; row < rows; row++) {
         divisors[row] = (double)ONE_OF(1, 2, 10, 25) / 10.0;
         tokens[row] = below(width);
-        counts[row] = below(most + 1);
     }
     const scoring_t scoring = {.logits = logits, .is_float64 = is_float64, .rows = rows, .stride = width, .width = width,
                                .divisors = below(2) ? divisors : NULL, .ranked = below(2) ? width : below(width + 1),
-                               .never = never, .num_never = num_never, .tokens = tokens, .counts = counts, .most = most, .logprobs = logprobs, .ranks = ranks,
-                               .found = found, .top_ids = top_ids, .top_logprobs = top_logprobs};
+                               .never = never, .num_never = num_never, .tokens = tokens, .counts = scores.counts,
+                               .most = scores.most, .logprobs = scores.logprobs, .ranks = scores.ranks,
+                               .found = scores.found, .top_ids = scores.top_ids, .top_logprobs = scores.top_logprobs};
     const threads_t threads = some_threads();
     score_tokens(&scoring, &threads);
-    for (int64_t row = 0; row < rows; row++) {
-        const float logprob = isfinite(logprobs[row]) ? (float)logprobs[row] : 0.0f;
-        add_bytes_to_digest(&logprob, sizeof logprob);
-        add_bytes_to_digest(ranks + row, sizeof *ranks);
-        add_bytes_to_digest(top_ids + row * most, found[row] * (int64_t)sizeof *top_ids);
-        for (int64_t i = 0; i < found[row]; i++) {
-            const float each = (float)top_logprobs[row * most + i];
-            add_bytes_to_digest(&each, sizeof each);
-        }
-    }
-    free(top_ids);
-    free(top_logprobs);
+    add_scores_to_digest(&scores, rows);
 }
 
 /* A row whose logits are spread, tie or are mostly masked, and its prefixes. The sample of 9001, every

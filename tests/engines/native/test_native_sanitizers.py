@@ -24,7 +24,7 @@ FUZZ = Path(__file__).with_name("native_fuzz.c")
 TEAM = Path(__file__).with_name("team_stress.c")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROUNDS = 60
-DIGESTS = {torch.bfloat16: "3659cf4ede4b8129", torch.float32: "529a0a437cb00cee"}
+DIGESTS = {torch.bfloat16: "3659cf4ede4b8129", torch.float32: "105f20bcc822f38d"}
 """Of all results, as AVX-512 in float32, AVX2 and plain C on x86-64 have them."""
 
 IN_TILES = "665bf768dede53eb"

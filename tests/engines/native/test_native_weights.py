@@ -23,7 +23,8 @@ from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
 from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
-from worker.engines.embedded.native.weights import ControlColumns, Drawer, NativeRow, exponential_
+from worker.engines.embedded.native.drawing import ControlColumns, Drawer
+from worker.engines.embedded.native.weights import NativeRow, exponential_
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 
 CPU = torch.device("cpu")
@@ -430,7 +431,8 @@ def test_draws_are_those_of_whole_rows(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ids, highest = Drawer(width).draw(logits, columns_of(controls), uniforms)
+        drawn = Drawer(width).draw(logits, columns_of(controls), uniforms)
+        ids, highest = drawn.ids, drawn.highest
     finally:
         torch.set_num_threads(before)
     assert highest == pytest.approx(logits.amax(-1).tolist(), rel=0, abs=0, nan_ok=True)
@@ -452,7 +454,7 @@ def test_draws_of_many_rows_by_several_threads(path: str) -> None:
     for threads in (4, 1, 7):
         torch.set_num_threads(threads)
         try:
-            assert drawer.draw(logits, columns_of(controls), uniforms)[0] == expected
+            assert drawer.draw(logits, columns_of(controls), uniforms).ids == expected
         finally:
             torch.set_num_threads(before)
 

@@ -1,4 +1,4 @@
-"""The native kernel of log probabilities: against its definition, and the same bits in all paths."""
+"""The native kernel of log probabilities: against its definition, the same bits in all paths."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def test_log_probabilities_ranks_and_the_highest(path: str, data: st.DataObject)
     wanted = data.draw(st.lists(st.sampled_from([0, 1, 5, 20, width, 2 * width]), min_size=count, max_size=count))
     never = data.draw(unranked(width))
     divisors = data.draw(st.none() | st.just(torch.linspace(0.3, 2.0, count, dtype=torch.float64)))
-    values, ranks, tops = score(rows, tokens, wanted, never, divisors)
+    found = score(rows, tokens, wanted, never, divisors)
 
     expected = (rows.double() / (1.0 if divisors is None else divisors[:, None])).log_softmax(-1)
     is_ranked = torch.ones(width, dtype=torch.bool)
     if never is not None:
         is_ranked[never] = False
-    for row, token in enumerate(tokens):
-        assert values[row] == pytest.approx(float(expected[row, token]), abs=1e-12, rel=1e-14)
+    for row, (token, (value, rank, top)) in enumerate(zip(tokens, found, strict=True)):
+        assert value == pytest.approx(float(expected[row, token]), abs=1e-12, rel=1e-14)
         logits = rows[row].tolist()
         ahead = [i for i in range(width) if is_ranked[i] and (-logits[i], i) < (-logits[token], token)]
-        assert ranks[row] == 1 + len(ahead)
+        assert rank == 1 + len(ahead)
         best = sorted((i for i in range(width) if is_ranked[i]), key=lambda i: (-logits[i], i))[: wanted[row]]
         best = [i for i in best if logits[i] > -math.inf]
-        assert [token_id for token_id, _ in tops[row]] == best
-        assert [value for _, value in tops[row]] == pytest.approx(expected[row, best].tolist(), abs=1e-12, rel=1e-14)
+        assert [token_id for token_id, _ in top] == best
+        assert [value for _, value in top] == pytest.approx(expected[row, best].tolist(), abs=1e-12, rel=1e-14)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -85,8 +85,8 @@ def test_a_row_has_the_same_bits_alone_and_in_plain_c(path: str, data: st.DataOb
     tokens = rows.argmax(-1).tolist()
     found = score(rows, tokens, [3] * len(rows))
     alone = [score(rows[i : i + 1].clone(), [token], [3]) for i, token in enumerate(tokens)]
-    assert found == tuple([one[part][0] for one in alone] for part in range(3))
-    assert [top[0] for top in found[2]] == list(zip(tokens, found[0], strict=True))
+    assert found == [one for (one,) in alone]
+    assert [one.top[0] for one in found] == [(token, one.logprob) for token, one in zip(tokens, found, strict=True)]
     with plain_c(torch.float32):
         assert score(rows, tokens, [3] * len(rows)) == found
     assert score(rows.double(), tokens, [3] * len(rows)) == found
@@ -104,7 +104,9 @@ def test_several_threads_score_large_rows(path: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1]
-    assert found[0][0] == pytest.approx(logits.double().log_softmax(-1)[range(7), tokens].tolist(), abs=1e-12)
+    assert [one.logprob for one in found[0]] == pytest.approx(
+        logits.double().log_softmax(-1)[range(7), tokens].tolist(), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -113,11 +115,11 @@ def test_a_row_whose_highest_logit_is_not_finite_has_none(path: str, odd: float)
     rows[0, 70] = odd
     if odd == -math.inf:
         rows[0] = odd
-    (bad, good), ranks, tops = score(rows, [3, 3], [2, 2])
-    assert math.isnan(bad)
-    assert (ranks[0], tops[0]) == (1, [])
-    assert (good, ranks[1]) == (pytest.approx(-math.log(100)), 4)
-    assert [token for token, _ in tops[1]] == [0, 1]
+    bad, good = score(rows, [3, 3], [2, 2])
+    assert math.isnan(bad.logprob)
+    assert bad[1:] == (1, [])
+    assert good[:2] == (pytest.approx(-math.log(100)), 4)
+    assert [token for token, _ in good.top] == [0, 1]
 
 
 def test_arguments(path: str) -> None:
@@ -125,7 +127,7 @@ def test_arguments(path: str) -> None:
     for tokens in ([0, 8], [-1, 0]):
         with pytest.raises(IndexError, match="tokens must be from 0 to 7"):
             score(rows, tokens, [0, 0])
-    assert score(rows[:0], [], []) == ([], [], [])
+    assert score(rows[:0], [], []) == []
     assert can_score(rows)
     assert not can_score(rows.bfloat16())
     assert not can_score(rows.requires_grad_())

@@ -13,6 +13,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from adapters.sampling.weights import weight_bits
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 
 UNIT = 2.0**-44  # of the likeliest token's weight: to this weights are rounded
@@ -26,11 +27,12 @@ def groups_of(controls: list[Controls], width: int, whole: bool = False) -> list
 
 
 def log_weights(logits: torch.Tensor, controls: list[Controls], whole: bool = False) -> torch.Tensor:
-    """``[B, V]``; -inf where a token cannot be drawn."""
+    """``[B, V]``: 0 for the highest, -inf where a token cannot be drawn."""
     rows = range(len(controls))
     groups = groups_of(controls, logits.shape[1], whole)
     _, found = truncate_and_sample(logits, groups, dict.fromkeys(rows, 0.5), wanted=set(rows))
-    return torch.stack([found[row] for row in rows])
+    units = torch.stack([found[row] for row in rows])
+    return units.double().mul_(2.0 ** -weight_bits(logits.shape[1])).log_()
 
 
 def tokens(logits: torch.Tensor, controls: list[Controls], uniforms: list[float], whole: bool = False) -> list[int]:

@@ -31,11 +31,11 @@ from adapters.contract import (
     bitmask_of,
     uniform,
 )
-from adapters.sampling.weights import logarithms, weight_bits
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded.plan import Edits, Plan, Request
 from worker.engines.embedded.sampling import sampler, token_logprobs
+from worker.engines.embedded.sampling.logprobs import weight_logprobs
 from worker.engines.embedded.sampling.rows import controls_of
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
@@ -75,18 +75,17 @@ def logits_of(seed: int, count: int, width: int, grain: float, scale: float) -> 
 
 def by_whole_row(row: torch.Tensor, asked: Request) -> tuple[int, list[TokenLogprob] | None]:
     """Token and log probabilities of a row that nothing edits."""
-    params = asked.params
-    final = row.double()
+    params, weights = asked.params, None
     if params.is_greedy:
         token = int(row.argmax())
     else:
         number = uniform(asked.seed, asked.choice, len(asked.tokens), SAMPLE)
         (token,), weights = sample_whole_rows(row[None], [controls_of(params)], [number])
-        final = logarithms(weights, weight_bits(len(row)))[0]
     if params.logprobs is None:
         return token, None
-    shown = row if params.logprobs_mode == "raw" else final
-    return token, token_logprobs(shown[None], [token], [params.logprobs])[0]
+    if weights is not None and params.logprobs_mode != "raw":
+        return token, weight_logprobs(weights, [token], [params.logprobs])[0]
+    return token, token_logprobs(row[None], [token], [params.logprobs])[0]
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -148,7 +147,7 @@ def test_both_agree_at_exact_boundaries(power: int, part: st.DataObject) -> None
         ids, spread = truncate_and_sample(logits, groups, dict(enumerate(numbers)), wanted={0, 1, 2})
         tokens, weights = sample_whole_rows(logits, given_, numbers)
         assert [ids[row] for row in range(3)] == tokens
-        assert torch.equal(torch.stack([spread[row] for row in range(3)]), logarithms(weights, weight_bits(size)))
+        assert torch.equal(torch.stack([spread[row] for row in range(3)]), weights)
         assert least is None or tokens[0] == least
 
 

@@ -26,7 +26,7 @@ from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.plan import Request
-from worker.engines.embedded.sampling.logprobs import token_logprobs
+from worker.engines.embedded.sampling.logprobs import token_logprobs, weight_logprobs
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
 from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest, StartupError
@@ -240,20 +240,23 @@ class _AnswerTap(LogitsTap):
     def see_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Take rows ``[n, V]`` of the tokens from `start` on; rows seen before are skipped."""
         seen = self.first_wanted + len(self.logprobs) - start
-        distributions = logits[seen:].float()
-        followed = self.token_ids[len(self.logprobs) :][: len(distributions)]
-        if self._controls is not None:
-            distributions = self._truncated(distributions.clone(), self._controls)
-            self._kept.append(distributions != -torch.inf)
-        found = token_logprobs(distributions, followed, [0] * len(followed))
+        rows = logits[seen:].float()
+        followed = self.token_ids[len(self.logprobs) :][: len(rows)]
+        counts = [0] * len(followed)
+        if self._controls is None:
+            found = token_logprobs(rows, followed, counts)
+        else:
+            weights = self._weights(rows.clone(), self._controls)
+            self._kept.append(weights > 0)
+            found = weight_logprobs(weights, followed, counts)
         self.logprobs += [one[0].logprob for one in found]
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits` ``[n, V]`` of all tokens, with -inf for tokens that could not be sampled."""
         return logits.masked_fill(~torch.cat(self._kept), -torch.inf) if self._kept else logits
 
-    def _truncated(self, rows: torch.Tensor, controls: Controls) -> torch.Tensor:
-        """The sampler's own distribution of each row, float64 ``[n, V]``."""
+    def _weights(self, rows: torch.Tensor, controls: Controls) -> torch.Tensor:
+        """The sampler's own weights of each row, int64 ``[n, V]``."""
         rows[:, self._never] = -torch.inf
         every = range(len(rows))
         groups = group_rows(dict.fromkeys(every, controls), rows.shape[1])

@@ -222,6 +222,16 @@ typedef struct {
     FIELD(double, offset)  /* which rounds a weight to its unit when it is added */                                    \
     FIELD(float, lowest)   /* lowest logit that has a weight; -inf for none */
 
+/* Log probabilities that are wanted of rows: of a token each with its rank, and of the highest ones. */
+#define SCORES(FIELD)                                                                                                  \
+    FIELD(const int64_t *, counts)     /* [rows], of the highest ones, `most` at most; below 0: nothing is wanted */   \
+    FIELD(int64_t, most)                                                                                               \
+    FIELD(double *, logprobs)          /* [rows], of the tokens; NaN where the highest logit is not finite */          \
+    FIELD(int64_t *, ranks)            /* [rows], of the tokens, from 1 */                                             \
+    FIELD(int64_t *, found)            /* [rows], numbers of highest ones, of which none is masked */                  \
+    FIELD(int64_t *, top_ids)          /* [rows, most], by falling logit and rising id */                              \
+    FIELD(double *, top_logprobs)      /* [rows, most] */
+
 /* Rows of logits, of which a token each is drawn; numbers of a row are those of `Controls` in `sampling/truncation.py`. */
 #define DRAWING(FIELD)                                                                                                 \
     FIELD(const float *, logits)       /* [rows, width], a row `stride` behind the one before */                       \
@@ -236,9 +246,11 @@ typedef struct {
     FIELD(const double *, uniforms)    /* [rows], in [0, 1) */                                                         \
     FIELD(int64_t *, ids)              /* [rows], the tokens; 0 where the highest divided logit is not finite */       \
     FIELD(float *, highest)            /* [rows], the highest logits, not divided; NaN where one of a row is */        \
-    FIELD(char *, memory)              /* [threads][drawing_memory(width)], to be overwritten */      
+    FIELD(char *, memory)              /* [threads][drawing_memory(width)], to be overwritten */                       \
+    FIELD(uint32_t *, kept)            /* [rows][ceil(width / 32)], bits of what can be drawn of wanted rows, or NULL */ \
+    SCORES(FIELD)                      /* of the tokens that are drawn, among all that can be; `counts` may be NULL */
 
-/* Rows of logits, of which log probabilities are wanted: of a token, and of the highest ones. */
+/* Rows of logits, and tokens that are in them. */
 #define SCORING(FIELD)                                                                                                 \
     FIELD(const void *, logits)        /* [rows, width], a row `stride` behind the one before */                       \
     FIELD(int32_t, is_float64)         /* the logits; otherwise they are float32 */                                    \
@@ -250,13 +262,7 @@ typedef struct {
     FIELD(const int64_t *, never)      /* [num_never], rising */                                                       \
     FIELD(int64_t, num_never)                                                                                          \
     FIELD(const int64_t *, tokens)     /* [rows] */                                                                    \
-    FIELD(const int64_t *, counts)     /* [rows], of the highest ones that are wanted, `most` at most */               \
-    FIELD(int64_t, most)                                                                                               \
-    FIELD(double *, logprobs)          /* [rows], of the tokens; NaN where the highest logit is not finite */          \
-    FIELD(int64_t *, ranks)            /* [rows], of the tokens, from 1 */                                             \
-    FIELD(int64_t *, found)            /* [rows], numbers of highest ones, of which none is masked */                  \
-    FIELD(int64_t *, top_ids)          /* [rows, most], by falling logit and rising id */                              \
-    FIELD(double *, top_logprobs)      /* [rows, most] */
+    SCORES(FIELD)
 
 /* The threads that compute. */
 #define THREADS(FIELD)                                                                                                 \

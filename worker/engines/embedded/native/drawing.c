@@ -3,10 +3,12 @@
  * The rules, and so the tokens, are those of `worker/engines/embedded/sampling/truncation.py`: divided logits, min-p's bound and
  * top-k's, the weight of what is left, the shortest prefix that has top-p's share of it, and of that the token that the number
  * falls on, by rising ids. Weights are integers (`weights.c`), so that it does not matter which of a row's tokens are looked at.
+ * A log probability is log(weight) - log(sum of the weights that are left), in float64.
  */
 #ifdef FLOAT32
 #include <float.h>
 
+#include "highest.h"
 #include "weights.h"
 
 enum {
@@ -23,6 +25,12 @@ typedef struct {
     float *keys, *maxima;    /* [2 * width], [blocks] */
     int64_t *sums;           /* [blocks] */
 } row_t;
+
+/* What a token was drawn of: the row's `weights`, which are of `ids`, or, where that is NULL, of all. */
+typedef struct {
+    const int64_t *ids;
+    int64_t count, index; /* of weights, and of the token among them */
+} drawn_t;
 
 static int64_t
 blocks_of(int64_t width)
@@ -143,14 +151,14 @@ find_unit(const int64_t *weights, int64_t *point)
 }
 
 /* One of `count` tokens. */
-static int64_t
+static drawn_t
 draw_taken(const row_t *r, int64_t count, double uniform)
 {
     int64_t mass = 0;
     for (int64_t i = 0; i < count; i++)
         mass += r->weights[i];
     int64_t point = point_in(mass, uniform);
-    return r->ids[find_unit(r->weights, &point)];
+    return (drawn_t){r->ids, count, find_unit(r->weights, &point)};
 }
 
 /* Takes and weighs the tokens whose divided logits are at least `bound`; returns their number. */
@@ -163,7 +171,7 @@ take_weighed(const row_t *r, const weighing_t *w, float bound, int64_t *mass)
 }
 
 /* One of those that min-p or top-k keep, or that are finite. */
-static int64_t
+static drawn_t
 draw_bounded(const row_t *r, const weighing_t *w, double share, double uniform)
 {
     int64_t total, count = take_weighed(r, w, w->lowest, &total);
@@ -187,23 +195,65 @@ take_likely_prefix(const row_t *r, const weighing_t *w, const float *divided, in
     return take_prefix(w, divided, r->width, total, target, r->ids, r->keys, r->weights);
 }
 
-/* One of all. */
-static int64_t
+/* The divided logits, once they are computed. */
+static const float *
+all_divided(const row_t *r)
+{
+    return r->divisor != 1.0f ? r->divided : r->logits;
+}
+
+/* One of all, whose weights are not kept. */
+static drawn_t
 draw_from_all(const row_t *r, const weighing_t *w, double share, double uniform)
 {
-    const float *divided = r->logits, divisor = r->divisor; /* which no store changes: the loop is in vectors */
-    if (divisor != 1.0f) {
+    const float *divided = all_divided(r), divisor = r->divisor; /* which no store changes: the loop is in vectors */
+    if (divisor != 1.0f)
         for (int64_t i = 0; i < r->width; i++)
             r->divided[i] = r->logits[i] / divisor;
-        divided = r->divided;
-    }
     const int64_t total = weigh(w, divided, r->width, r->sums, NULL), target = share_of(total, share);
     if (target < total)
         return draw_taken(r, take_likely_prefix(r, w, divided, total, target), uniform);
     int64_t point = point_in(total, uniform);
     const int64_t first = find_unit(r->sums, &point) * BLOCK;
     weigh(w, divided + first, smaller(r->width - first, BLOCK), NULL, r->weights);
-    return first + find_unit(r->weights, &point);
+    return (drawn_t){NULL, r->width, first + find_unit(r->weights, &point)};
+}
+
+/* Writes the bits of the tokens that have a weight. */
+static void
+write_kept(const row_t *r, const drawn_t *drawn, uint32_t *words)
+{
+    memset(words, 0, (r->width + 31) / 32 * sizeof *words);
+    for (int64_t i = 0; drawn->ids && i < drawn->count; i++)
+        words[drawn->ids[i] / 32] |= (uint32_t)(r->weights[i] > 0) << drawn->ids[i] % 32;
+    for (int64_t first = 0; !drawn->ids && first < r->width; first += 32)
+        for (int64_t i = first; i < smaller(first + 32, r->width); i++)
+            words[first / 32] |= (uint32_t)(r->weights[i] > 0) << (i - first);
+}
+
+/* What is wanted of a row, from the weights that are left. */
+static void
+score_drawn(const drawing_t *d, int64_t row, const row_t *r, const drawn_t *drawn)
+{
+    const int64_t *weights = r->weights, chosen = weights[drawn->index];
+    int64_t total = 0, rank = 1;
+    for (int64_t i = 0; i < drawn->count; i++)
+        total += weights[i], rank += weights[i] > chosen;
+    for (int64_t i = 0; i < drawn->index; i++)
+        rank += weights[i] == chosen;
+    highest_t top = {d->counts[row], 0, d->top_ids + row * d->most, d->top_logprobs + row * d->most};
+    for (int64_t i = 0; top.wanted && i < drawn->count; i++)
+        if ((double)weights[i] > bar_of(&top, 0.0))
+            add_value(&top, drawn->ids ? drawn->ids[i] : i, (double)weights[i]);
+    sort_highest(&top);
+    const double log_total = log((double)total);
+    for (int64_t i = 0; i < top.found; i++)
+        top.values[i] = log(top.values[i]) - log_total;
+    d->logprobs[row] = log((double)chosen) - log_total;
+    d->ranks[row] = rank;
+    d->found[row] = top.found;
+    if (d->kept)
+        write_kept(r, drawn, d->kept + row * ((r->width + 31) / 32));
 }
 
 /* The first of the tokens with the highest divided logit. */
@@ -236,8 +286,13 @@ draw_token(const drawing_t *d, int64_t row, const row_t *r)
     const float highest = d->highest[row] / r->divisor;
     if (!isfinite(highest))
         return 0;
-    if (d->shares[row] == 0.0)
-        return first_highest(r, highest);
+    const int is_wanted = d->counts && d->counts[row] >= 0;
+    if (d->shares[row] == 0.0) {
+        r->ids[0] = first_highest(r, highest), r->weights[0] = 1;
+        if (is_wanted)
+            score_drawn(d, row, r, &(drawn_t){r->ids, 1, 0});
+        return r->ids[0];
+    }
     weighing_t w = {.highest = highest, .offset = d->offset, .lowest = -INFINITY};
     if (d->log_min_ps[row] > -INFINITY)
         w.lowest = rounded_up((double)highest + d->log_min_ps[row]);
@@ -247,7 +302,13 @@ draw_token(const drawing_t *d, int64_t row, const row_t *r)
     }
     if (w.lowest == -INFINITY && is_mostly_masked(r))
         w.lowest = -FLT_MAX;
-    return (w.lowest > -INFINITY ? draw_bounded : draw_from_all)(r, &w, d->shares[row], d->uniforms[row]);
+    const drawn_t drawn = (w.lowest > -INFINITY ? draw_bounded : draw_from_all)(r, &w, d->shares[row], d->uniforms[row]);
+    if (is_wanted) {
+        if (!drawn.ids)
+            weigh(&w, all_divided(r), r->width, NULL, r->weights);
+        score_drawn(d, row, r, &drawn);
+    }
+    return drawn.ids ? drawn.ids[drawn.index] : drawn.index;
 }
 
 typedef struct {

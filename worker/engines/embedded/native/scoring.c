@@ -6,6 +6,7 @@
  */
 #ifdef FLOAT32
 #include "exponential.h"
+#include "highest.h"
 #include "weights.h"
 
 enum {
@@ -24,9 +25,7 @@ typedef struct {
     const void *logits;
     double divisor, highest, chosen;
     int64_t token, rank;
-    int64_t wanted, found; /* of the highest ones, which are a heap whose root is the lowest */
-    int64_t *ids;
-    double *values;
+    highest_t top;
 } row_t;
 
 INLINED double
@@ -122,49 +121,6 @@ sum_of_exponentials(how_t how, const row_t *r, int64_t width)
     return each[0];
 }
 
-/* Whether the first of two tokens is the lower one, of which the one with the higher id is among equals. */
-static inline int
-is_lower(const row_t *r, int64_t first, int64_t second)
-{
-    return r->values[first] < r->values[second] || (r->values[first] == r->values[second] && r->ids[first] > r->ids[second]);
-}
-
-static inline void
-swap(row_t *r, int64_t first, int64_t second)
-{
-    const int64_t id = r->ids[first];
-    const double value = r->values[first];
-    r->ids[first] = r->ids[second], r->values[first] = r->values[second];
-    r->ids[second] = id, r->values[second] = value;
-}
-
-/* Moves the root of a heap of `count` tokens down to its place. */
-static void
-sink(row_t *r, int64_t count)
-{
-    for (int64_t at = 0, next; (next = 2 * at + 1) < count; at = next) {
-        if (next + 1 < count && is_lower(r, next + 1, next))
-            next++;
-        if (!is_lower(r, next, at))
-            return;
-        swap(r, at, next);
-    }
-}
-
-/* Adds the next token, of a higher id than all before, if it is one of the highest. */
-static void
-add_token(row_t *r, int64_t id, double value)
-{
-    if (r->found == r->wanted) {
-        r->ids[0] = id, r->values[0] = value;
-        sink(r, r->found);
-        return;
-    }
-    int64_t at = r->found++;
-    for (r->ids[at] = id, r->values[at] = value; at && is_lower(r, at, (at - 1) / 2); at = (at - 1) / 2)
-        swap(r, at, (at - 1) / 2);
-}
-
 static int
 is_never(const scoring_t *s, int64_t id)
 {
@@ -181,22 +137,13 @@ is_never(const scoring_t *s, int64_t id)
     return 0;
 }
 
-/* A logit that a token must exceed to be one of the highest. */
-static inline double
-bar_of(const row_t *r)
-{
-    if (r->found < r->wanted)
-        return -INFINITY;
-    return r->wanted ? r->values[0] : INFINITY;
-}
-
 /* Counts the tokens of a block that are ahead of the chosen one, and finds some of the highest. */
 INLINED void
 rank_block(how_t how, row_t *r, const void *block, int64_t first)
 {
     const int64_t last = smaller(r->token, r->scoring->ranked); /* a tie before it is ahead */
     const units precedes = (units){0} - (uint64_t)(first + BLOCK <= last); /* all bits, or none */
-    const doubles chosen = (doubles){0} + r->chosen, bar = (doubles){0} + bar_of(r);
+    const doubles chosen = (doubles){0} + r->chosen, bar = (doubles){0} + bar_of(&r->top, -INFINITY);
     units ahead = {0}, above = {0};
 #pragma GCC unroll 8
     for (int64_t at = 0; at < BLOCK; at += WIDTH) {
@@ -210,8 +157,8 @@ rank_block(how_t how, row_t *r, const void *block, int64_t first)
     for (int64_t id = first; id < last && last < first + BLOCK; id++)
         r->rank += logit_of(how, block, id - first) == r->chosen;
     for (int64_t id = first; some && id < first + BLOCK; id++)
-        if (logit_of(how, block, id - first) > bar_of(r) && !is_never(r->scoring, id))
-            add_token(r, id, logit_of(how, block, id - first));
+        if (logit_of(how, block, id - first) > bar_of(&r->top, -INFINITY) && !is_never(r->scoring, id))
+            add_value(&r->top, id, logit_of(how, block, id - first));
 }
 
 INLINED void
@@ -230,14 +177,11 @@ score_row(how_t how, row_t *r)
         const double logit = logit_of(how, r->logits, id);
         r->rank -= logit > r->chosen || (logit == r->chosen && id < r->token);
     }
-    for (int64_t count = r->found - 1; count > 0; count--) { /* the lowest one goes to the end */
-        swap(r, 0, count);
-        sink(r, count);
-    }
+    sort_highest(&r->top);
     const double log_sum = log(sum_of_exponentials(how, r, s->width)), highest = r->highest / r->divisor;
     r->chosen = r->chosen / r->divisor - highest - log_sum;
-    for (int64_t i = 0; i < r->found; i++)
-        r->values[i] = r->values[i] / r->divisor - highest - log_sum;
+    for (int64_t i = 0; i < r->top.found; i++)
+        r->top.values[i] = r->top.values[i] / r->divisor - highest - log_sum;
 }
 
 static void
@@ -246,10 +190,12 @@ score_rows(const void *arguments, int64_t first, int64_t stop)
     const scoring_t *s = arguments;
     const int64_t size = s->is_float64 ? sizeof(double) : sizeof(float);
     for (int64_t row = first; row < stop; row++) {
+        if (s->counts[row] < 0)
+            continue;
         row_t r = {.scoring = s, .logits = (const char *)s->logits + row * s->stride * size,
                    .divisor = s->divisors ? s->divisors[row] : 1.0, .token = s->tokens[row], .rank = 1,
-                   .wanted = smaller(s->counts[row], s->ranked), .ids = s->top_ids + row * s->most,
-                   .values = s->top_logprobs + row * s->most};
+                   .top = {smaller(s->counts[row], s->ranked), 0, s->top_ids + row * s->most,
+                           s->top_logprobs + row * s->most}};
         if (s->divisors)
             score_row((how_t){s->is_float64, 1}, &r);
         else if (s->is_float64)
@@ -258,7 +204,7 @@ score_rows(const void *arguments, int64_t first, int64_t stop)
             score_row((how_t){0, 0}, &r);
         s->logprobs[row] = isfinite(r.highest) ? r.chosen : NAN;
         s->ranks[row] = r.rank;
-        s->found[row] = r.found;
+        s->found[row] = r.top.found;
     }
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -77,76 +76,6 @@ def highest_ids(logits: torch.Tensor) -> tuple[list[int], list[float]]:
         *(logits.data_ptr(), rows, logits.stride(0), width, ids.data_ptr(), values.data_ptr(), kernels.threads())
     )
     return ids.tolist(), values.tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class ControlColumns:
-    """Temperature and truncation of rows, all ``[R]``: `sampling.truncation.Controls` by column.
-
-    Attributes:
-        divisors: float32, of the logits.
-        log_min_ps: float64, logarithms of min-p; -inf where it is off.
-        top_ks: int64, 0 where it is off.
-        shares: float64, of the weight that a prefix has; 0 for its first token, 1 for all.
-    """
-
-    divisors: torch.Tensor
-    log_min_ps: torch.Tensor
-    top_ks: torch.Tensor
-    shares: torch.Tensor
-
-
-class Drawer:
-    """Draws tokens of whole batches, each row by controls of its own, with several threads.
-
-    Args:
-        width: V, of a row.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._offset, _ = rounding(weight_bits(width))
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def draw(
-        self, logits: torch.Tensor, controls: ControlColumns, uniforms: Sequence[float]
-    ) -> tuple[list[int], list[float]]:
-        """The token of each row, by the rules of `sampling.truncation`, and its highest logit.
-
-        Args:
-            logits: float32 ``[R, V]`` on the CPU.
-            controls: Controls of the rows.
-            uniforms: A random number in [0, 1) for each row.
-
-        Returns:
-            Ids ``[R]``, 0 where the highest logit, divided, is not finite; and the highest logits
-            ``[R]``, not divided, NaN where a row holds NaN.
-        """
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
-        kernels, rows = library(torch.float32), len(logits)
-        needed = torch.get_num_threads() * kernels.drawing_memory(self._width)
-        if len(self._memory) < needed:  # what is not written costs nothing
-            self._memory = torch.empty(needed, dtype=torch.uint8)
-        numbers = torch.tensor(uniforms, dtype=torch.float64)
-        ids, highest = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        drawing = kernels.drawing_t(
-            logits=logits.data_ptr(),
-            rows=rows,
-            stride=logits.stride(0),
-            width=self._width,
-            offset=self._offset,
-            divisors=controls.divisors.data_ptr(),
-            log_min_ps=controls.log_min_ps.data_ptr(),
-            top_ks=controls.top_ks.data_ptr(),
-            shares=controls.shares.data_ptr(),
-            uniforms=numbers.data_ptr(),
-            ids=ids.data_ptr(),
-            highest=highest.data_ptr(),
-            memory=self._memory.data_ptr(),
-        )
-        kernels.draw_tokens(drawing, kernels.threads())
-        return ids.tolist(), highest.tolist()
 
 
 def exponential_(values: torch.Tensor) -> torch.Tensor:

@@ -46,20 +46,48 @@ def token_logprobs(
             neither ranked nor among the top-n.
     """
     if scoring.can_score(logits):
-        rows = zip(token_ids, *scoring.score(logits, token_ids, counts, never), strict=True)
-        return [
-            [TokenLogprob(token, value, rank), *(TokenLogprob(*one, place) for place, one in enumerate(top, start=1))]
-            for token, value, rank, top in rows
-        ]
+        return list(map(scored, token_ids, scoring.score(logits, token_ids, counts, never)))
     logprobs = logits.double().log_softmax(-1)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logprobs.gather(-1, sampled)
     if never is not None:
         logprobs[:, never] = -torch.inf
     values = chosen[:, 0].tolist()
-    scored = zip(token_ids, values, _ranks(logprobs.detach(), token_ids, values), strict=True)
+    ranked = zip(token_ids, values, _ranks(logprobs.detach(), token_ids, values), strict=True)
     tops = _tops(logprobs, counts) if max(counts) else [[]] * len(token_ids)
-    return [[TokenLogprob(*one), *top] for one, top in zip(scored, tops, strict=True)]
+    return [[TokenLogprob(*one), *top] for one, top in zip(ranked, tops, strict=True)]
+
+
+def scored(token_id: int, score: scoring.Score) -> list[TokenLogprob]:
+    """What native kernels found of a row, as `token_logprobs` has it."""
+    top = [TokenLogprob(*one, rank) for rank, one in enumerate(score.top, start=1)]
+    return [TokenLogprob(token_id, score.logprob, score.rank), *top]
+
+
+def weight_logprobs(weights: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[list[TokenLogprob]]:
+    """`token_logprobs` of what tokens are sampled from, with the bits of `native.drawing`.
+
+    The formula, in float64, is ``log(weight) - log(sum of the weights)``.
+
+    Args:
+        weights: int64 ``[m, V]`` of `truncation.truncate_and_sample`.
+        token_ids: Sampled id of each row, or another one that could be.
+        counts: n of each row's top-n.
+    """
+    exact = weights.double().masked_fill_(weights == 0, -torch.inf)  # below 2 ** 53
+    values = exact.gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    tops = _tops(exact, counts) if max(counts) else [[]] * len(token_ids)
+    found = []
+    ranks, totals = _ranks(exact, token_ids, values), weights.sum(-1).tolist()
+    for token_id, value, rank, total, top in zip(token_ids, values, ranks, totals, tops, strict=True):
+        log_total = math.log(total)
+        entries = [TokenLogprob(token_id, value, rank), *top]
+        found.append([replace(one, logprob=_log(one.logprob) - log_total) for one in entries])
+    return found
+
+
+def _log(weight: float) -> float:
+    return math.log(weight) if weight > 0 else -math.inf
 
 
 def _ranks(logprobs: torch.Tensor, token_ids: Sequence[int], values: Sequence[float]) -> list[int]:
@@ -104,7 +132,7 @@ def attach(
 
 
 def attach_masses(
-    samples: Samples, rows: Sequence[int], raw: torch.Tensor, temperatures: Sequence[float], kept: torch.Tensor
+    samples: Samples, rows: Sequence[int], raw: torch.Tensor, temperatures: Sequence[float], left: torch.Tensor
 ) -> None:
     """Complete the raw log probabilities of `rows` for a trainer; see `TokenLogprob`.
 
@@ -117,12 +145,13 @@ def attach_masses(
         rows: Rows of a batch.
         raw: The model's logits of them, floating ``[m, V]``.
         temperatures: Temperature of each.
-        kept: bool ``[m, V]``; tokens that could be sampled, at least one in a row without an error.
+        left: The same, -inf for tokens that could not be sampled; at least one could be in a row
+            without an error.
     """
     sampled = [samples.token_ids[row] for row in rows]
     divisors = torch.tensor(temperatures, dtype=torch.float64)
     whole = _values(raw, sampled, divisors)
-    part = _values(raw.masked_fill(~kept, -torch.inf), sampled, divisors)
+    part = _values(left, sampled, divisors)
     for row, own, of_kept in zip(rows, whole, part, strict=True):
         samples.logprobs[row][0] = replace(
             samples.logprobs[row][0],
@@ -135,6 +164,6 @@ def attach_masses(
 def _values(logits: torch.Tensor, token_ids: Sequence[int], divisors: torch.Tensor) -> list[float]:
     """Log probability of a token of each row of divided logits, as in `token_logprobs`."""
     if scoring.can_score(logits):
-        return scoring.score(logits, token_ids, [0] * len(token_ids), divisors=divisors)[0]
+        return [one.logprob for one in scoring.score(logits, token_ids, [0] * len(token_ids), divisors=divisors)]
     logprobs = (logits.double() / divisors[:, None]).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()

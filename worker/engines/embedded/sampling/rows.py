@@ -15,7 +15,7 @@ from adapters.contract import SAMPLE, uniform, uniform_rows
 from adapters.contract.random_numbers import SAMPLE_AGAIN
 from adapters.processors.truncation import Temperature
 from adapters.sampling.truncation import GREEDY_BELOW, log_of
-from worker.engines.embedded.native.weights import ControlColumns
+from worker.engines.embedded.native.drawing import ControlColumns
 from worker.engines.embedded.plan import Request
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows
 from worker.sampling import SamplingParams
@@ -92,11 +92,6 @@ class RowTable:
         """Indices of `trained` in `raw`, int64 ``[n]``."""
         return torch.tensor([self.raw.index(row) for row in self.trained])
 
-    @cached_property
-    def trained_of_processed(self) -> torch.Tensor:
-        """Indices of `trained` in `processed`, int64 ``[n]``."""
-        return torch.tensor([self.processed.index(row) for row in self.trained])
-
     def temperatures(self, planned: Sequence[Planned]) -> list[float]:
         """Temperature of each row of `trained`: the sampler's, and those of its chain's processors
         that act at this step; 1 of a greedy row.
@@ -114,6 +109,14 @@ class RowTable:
     def greedy_index(self) -> torch.Tensor:
         """`greedy`, int64 ``[n]``."""
         return torch.tensor(self.greedy, dtype=torch.int64)
+
+    @cached_property
+    def drawn_counts(self) -> list[int] | None:
+        """For each row n of the top-n of what it is sampled from, -1 where nothing is wanted of
+        that; None where nothing is of any row.
+        """
+        counts = dict(zip(self.processed, self.counts(self.processed, self.attributed), strict=True))
+        return [counts.get(row, -1) for row in range(len(self.owners))] if counts else None
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from adapters.chain import Planned, apply_edits, apply_late, edit_elements_alone
-from adapters.contract import apply_bitmask
+from adapters.contract import apply_bitmask, bitmask_of
 from adapters.devices import launching_on, upload
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
+from worker.engines import TokenLogprob
 from worker.engines.embedded.native import weights
+from worker.engines.embedded.native.drawing import Drawer
 from worker.engines.embedded.plan import Edits, Plan, Samples
-from worker.engines.embedded.sampling.logprobs import Ids, as_index, attach, attach_masses, token_logprobs
+from worker.engines.embedded.sampling.logprobs import (
+    as_index,
+    attach,
+    attach_masses,
+    scored,
+    token_logprobs,
+    weight_logprobs,
+)
 from worker.engines.embedded.sampling.row_errors import all_forced, forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Samples of a batch, and by row what is known of some.
+
+    Attributes:
+        samples: Samples, without the forced tokens.
+        forced: Tokens that processors force.
+        logprobs: Processed log probabilities of randomly sampled rows, where they are wanted.
+        kept: Tokens that could be sampled, packed int32 ``[ceil(V / 32)]``, of the same rows, at
+            least where the table has them among its `trained`.
+    """
+
+    samples: Samples
+    forced: dict[int, int]
+    logprobs: dict[int, list[TokenLogprob]]
+    kept: dict[int, torch.Tensor]
 
 
 class Sampler:
@@ -37,7 +65,7 @@ class Sampler:
         self._undecodable = frozenset(undecodable_ids)
         self._never_there = torch.tensor(undecodable_ids, dtype=torch.int64)  # the same where the logits are
         self._table = RowTable((), None, vocab_size)
-        self._drawer = weights.Drawer(vocab_size)
+        self._drawer = Drawer(vocab_size)
 
     def sample(
         self,
@@ -81,13 +109,16 @@ class Sampler:
         errors = edits.errors
         if edits.planned or bitmask is not None:
             self._edit(logits, edits.planned, bitmask, errors)
-        samples, final = self._choose(logits, table, edits.planned, errors)
+        samples, kept = self._choose(logits, table, edits.planned, errors)
         if raw is not None:
-            _attach_logprobs(samples, raw, table, table.raw, frozenset(), self._never)
-        if raw is not None and final is not None and table.trained:
-            kept = final[table.trained_of_processed] > -torch.inf
-            own = raw[table.trained_of_raw]
-            attach_masses(samples, table.trained, own, table.temperatures(edits.planned), kept)
+            counts = table.counts(table.raw, frozenset())
+            found = token_logprobs(raw, [samples.token_ids[row] for row in table.raw], counts, self._never)
+            attach(samples, table.raw, found, frozenset())
+            if table.trained:
+                own = raw[table.trained_of_raw]
+                left = own.clone()
+                apply_bitmask(left, torch.stack([kept[row] for row in table.trained]))
+                attach_masses(samples, table.trained, own, table.temperatures(edits.planned), left)
         return samples
 
     def _check_shapes(self, logits: torch.Tensor, bitmask: torch.Tensor | None) -> None:
@@ -131,44 +162,72 @@ class Sampler:
 
     def _choose(
         self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]
-    ) -> tuple[Samples, torch.Tensor | None]:
-        """Sampled tokens, and for ``table.processed`` the logarithms of what they are sampled from,
-        float64 ``[m, V]``, not normalised.
+    ) -> tuple[Samples, dict[int, torch.Tensor]]:
+        """Sampled tokens, with the log probabilities of ``table.processed``; and for
+        ``table.trained`` the tokens that could be sampled, packed int32 ``[ceil(V / 32)]``.
         """
         plain = not (table.random or table.processed or planned)
         if plain and is_searched_fast(logits.shape[1]):
-            return _choose_plain(logits, errors), None
-        if not table.processed and logits.device.type == "cpu" and weights.are_available():
-            numbers = table.uniforms()
-            uniforms = [numbers.get(row, 0.0) for row in range(len(logits))]
-            token_ids, highest = self._drawer.draw(logits, table.columns, uniforms)
-            samples = Samples(token_ids, errors)
-            self._force_and_check(samples, table, planned, highest)
-            return samples, None
+            return _choose_plain(logits, errors), {}
+        has_kernels = logits.device.type == "cpu" and weights.are_available()
+        chosen = (self._draw if has_kernels else self._search)(logits, table, planned, errors)
+        samples, forced = chosen.samples, chosen.forced
+        for row, token_id in forced.items():
+            samples.token_ids[row] = token_id
+        if table.processed:
+            self._attach_processed(chosen, logits, table)
+        kept = dict(chosen.kept)
+        for row in table.trained:
+            if row in forced:
+                kept[row] = bitmask_of([forced[row]], self._vocab_size)
+            elif row not in kept:
+                kept[row] = _packed(logits[row] > -torch.inf)
+        return samples, kept
+
+    def _attach_processed(self, chosen: _Chosen, logits: torch.Tensor, table: RowTable) -> None:
+        """Write the processed log probabilities: of forced rows, and of greedy ones, too."""
+        samples, found = chosen.samples, dict(chosen.logprobs)
+        counts = dict(zip(table.processed, table.counts(table.processed, table.attributed), strict=True))
+        for row in chosen.forced.keys() & counts.keys():
+            top = [TokenLogprob(chosen.forced[row], 0.0, 1)]
+            found[row] = top + top[: counts[row]]
+        rest = [row for row in table.processed if row not in found]  # greedy ones, and those that cannot be sampled
+        if rest:
+            tokens = [samples.token_ids[row] for row in rest]
+            found |= zip(rest, token_logprobs(logits[rest], tokens, [counts[row] for row in rest]), strict=True)
+        attach(samples, table.processed, [found[row] for row in table.processed], table.attributed)
+
+    def _draw(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> _Chosen:
+        """With native kernels."""
+        numbers = table.uniforms()
+        uniforms = [numbers.get(row, 0.0) for row in range(len(logits))]
+        drawn = self._drawer.draw(logits, table.columns, uniforms, table.drawn_counts, keeps=bool(table.trained))
+        samples = Samples(drawn.ids, errors)
+        forced, unfit_rows = self._force_and_check(samples, table, planned, drawn.highest)
+        rows = [row for row in table.processed if row in table.controls and row not in unfit_rows]
+        logprobs = {row: scored(drawn.ids[row], drawn.scores[row]) for row in rows}
+        kept = {} if drawn.kept is None else {row: drawn.kept[row] for row in rows}
+        return _Chosen(samples, forced, logprobs, kept)
+
+    def _search(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> _Chosen:
+        """With torch's kernels, wherever the logits are."""
         maxima = block_maxima(logits)
         samples = Samples([0] * len(table.owners), errors)
         forced, unfit_rows = self._force_and_check(samples, table, planned, maxima.amax(-1).tolist())
         groups = [group.without(unfit_rows) for group in table.groups] if unfit_rows else table.groups
         if table.greedy:
             _take_highest(samples, logits, maxima, table)
-        sampled, distributions = truncate_and_sample(
-            logits, groups, table.uniforms(), maxima, frozenset(table.processed)
-        )
+        sampled, left = truncate_and_sample(logits, groups, table.uniforms(), maxima, frozenset(table.processed))
         for row, token_id in sampled.items():
             samples.token_ids[row] = token_id
-        for row, token_id in forced.items():
-            samples.token_ids[row] = token_id
-        final = None
-        if table.processed:
-            final = logits[table.processed].double()
-            for entry, row in enumerate(table.processed):
-                if row in distributions:
-                    final[entry] = distributions[row]
-                if row in forced:
-                    final[entry] = -torch.inf
-                    final[entry, forced[row]] = 0.0
-            _attach_logprobs(samples, final, table, table.processed, table.attributed)
-        return samples, final
+        if not left:
+            return _Chosen(samples, forced, {}, {})
+        rows, kept = list(left), {row: _packed(left[row] > 0) for row in table.trained if row in left}
+        counts = dict(zip(table.processed, table.counts(table.processed, table.attributed), strict=True))
+        found = weight_logprobs(
+            torch.stack(list(left.values())), [sampled[row] for row in rows], [counts[row] for row in rows]
+        )
+        return _Chosen(samples, forced, dict(zip(rows, found, strict=True)), kept)
 
     def _force_and_check(
         self, samples: Samples, table: RowTable, planned: list[Planned], highest: list[float]
@@ -211,6 +270,11 @@ class Sampler:
         return forced
 
 
+def _packed(kept: torch.Tensor) -> torch.Tensor:
+    """The bitmask of bool ``[V]``."""
+    return bitmask_of(kept.nonzero()[:, 0].tolist(), len(kept))
+
+
 def _on_cpu(logits: torch.Tensor) -> torch.Tensor:
     """A copy in pinned memory, into which a device writes at its full speed."""
     copy = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
@@ -233,16 +297,3 @@ def _choose_plain(logits: torch.Tensor, errors: dict[int, str]) -> Samples:
     if not all(map(math.isfinite, values)):
         errors |= unfit(values, [], errors)
     return Samples(token_ids, errors)
-
-
-def _attach_logprobs(
-    samples: Samples,
-    logits: torch.Tensor,
-    table: RowTable,
-    rows: list[int],
-    attributed: frozenset[int],
-    never: Ids = None,
-) -> None:
-    counts = table.counts(rows, attributed)
-    found = token_logprobs(logits, [samples.token_ids[row] for row in rows], counts, never)
-    attach(samples, rows, found, attributed)

@@ -5,10 +5,10 @@ Order: temperature, then min-p, then top-k, renormalised, then top-p, each with 
 exact, so that a token depends on its row, its controls and its uniform random number alone, bit for
 bit, whichever path finds it.
 
-On a CPU one kernel draws the tokens of a batch (`native.weights.Drawer`). Here are those of rows on
-a device, of rows whose distribution is wanted, and without kernels. A few hundred of the highest
-logits nearly always include every token that can be sampled. It is detected when they do not; then
-the weights of the whole row are computed, one row at a time.
+On a CPU one kernel draws the tokens of a batch (`native.drawing.Drawer`). Here are those of rows on
+a device, and without kernels; and the weights of rows for those who look at all of them. A few
+hundred of the highest logits nearly always include every token that can be sampled. It is detected
+when they do not; then the weights of the whole row are computed, one row at a time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from adapters.sampling.candidates import order_ties, sort_ids, top, top_in_order
 from adapters.sampling.prefixes import mass_among, prefix_of_ordered
 from adapters.sampling.truncation import GREEDY_BELOW, bound_of, log_of, lowest_kept, rounded_up
 from adapters.sampling.weights import (
-    logarithms,
     point_in_one,
     points_in,
     share_of,
     share_of_one,
     weigh,
-    weight_bits,
 )
 from adapters.sampling.whole_row import block_maxima, whole_row
 
@@ -90,11 +88,11 @@ def truncate_and_sample(
         groups: Result of `group_rows`.
         uniforms: A random number in [0, 1) for each row.
         maxima: `adapters.sampling.candidates.block_maxima` of `logits`.
-        wanted: Rows whose distribution is returned.
+        wanted: Rows whose weights are returned.
 
     Returns:
-        Token id by row; and for the rows `wanted`, float64 ``[V]``: the logarithm of each token's
-        weight, -inf for a token that cannot be sampled.
+        Token id by row; and for the rows `wanted`, int64 ``[V]``: the weight of each token, 0 for
+        a token that cannot be sampled.
     """
     if maxima is None:
         maxima = block_maxima(logits)
@@ -102,7 +100,7 @@ def truncate_and_sample(
     for group in groups:
         if group.rows:  # nobody is left in one whose rows are all unfit
             sampling.sample(group)
-    return sampling.token_ids, sampling.distributions
+    return sampling.token_ids, sampling.kept
 
 
 class Group:
@@ -261,10 +259,9 @@ class _Sampling:
         self._maxima = maxima
         self._uniforms = uniforms
         self._wanted = wanted
-        self._bits = weight_bits(logits.shape[1])
         self._weights = _RowWeights(logits, maxima)
         self.token_ids: dict[int, int] = {}
-        self.distributions: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}
 
     def sample(self, group: Group) -> None:
         if not group.is_truncated and _weighs(self._logits.device):
@@ -375,7 +372,7 @@ class _Sampling:
             if index not in done:
                 self.token_ids[row] = token_ids[index]
                 if row in self._wanted:
-                    self._keep_distribution(row, found.ids[index], weights[index])
+                    self._keep_weights(row, found.ids[index], weights[index])
 
     def _sample_whole(self, group: Group, index: int) -> int:
         logits = self._weights.divide(group, index)
@@ -393,17 +390,17 @@ class _Sampling:
             column = int(cumulative.searchsorted(point, "right"))
             self.token_ids[row] = column if ids is None else int(ids[column])
             if row in self._wanted:
-                self._keep_distribution(row, ids, weights)
+                self._keep_weights(row, ids, weights)
             return int(np.count_nonzero(weights.numpy()))
         self.token_ids[row] = weighed.token_at(point_in_one(weighed.total, self._uniforms[row]))
         if row in self._wanted:
-            self.distributions[row] = logarithms(weighed.weights(), self._bits)
+            self.kept[row] = weighed.weights()
         return self._logits.shape[1]
 
-    def _keep_distribution(self, row: int, ids: torch.Tensor | None, weights: torch.Tensor) -> None:
+    def _keep_weights(self, row: int, ids: torch.Tensor | None, weights: torch.Tensor) -> None:
         if ids is not None:
             weights = torch.zeros(self._logits.shape[1], dtype=torch.int64).scatter_(0, ids, weights)
-        self.distributions[row] = logarithms(weights, self._bits)
+        self.kept[row] = weights
 
 
 @cache
