@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from worker.engines.images import ImageInput, ImageSources
 from worker.engines.vllm import VllmConfig, VllmEngine
 from worker.engines.vllm.weights import VllmWeights
 from worker.engines.weights import NotSupported, WeightsRefused, WrongState
+from worker.errors import EngineBroken
 from worker.sampling import SamplingParams
 
 PROMPT = list(range(20, 90))
@@ -36,10 +38,10 @@ def collected() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(model: Path, **more: Any) -> AsyncIterator[VllmEngine]:
+async def running(model: Path, images: ImageSources | None = None, **options: Any) -> AsyncIterator[VllmEngine]:
     digest: Future[str] = Future()
     digest.set_result("of the checkpoint")
-    config = VllmConfig(model_path=str(model), options=OPTIONS, weight_updates=True, **more)
+    config = VllmConfig(model_path=str(model), options=OPTIONS | options, weight_updates=True, images=images)
     engine = VllmEngine(config, digest=lambda: digest)
     await engine.start()
     try:
@@ -134,6 +136,24 @@ async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Pa
         assert after.tokens == expected.tokens != before.tokens
         behind = await ask(fresh, "behind", 16, kept.tokens[:first])
         assert behind.tokens == kept.tokens[first : first + 16]
+
+
+@pytest.mark.campaign
+async def test_a_pause_ends_with_the_engine(tmp_path: Path) -> None:
+    """vLLM itself lets it wait for ever."""
+    close_shared()
+    async with running(tiny(tmp_path, "llama")) as engine:
+        under_way = asyncio.create_task(ask(engine, "long", 400))
+        while engine.load().num_running == 0:
+            await asyncio.sleep(0.001)
+        pausing = asyncio.create_task(weights_of(engine).pause("finish"))
+        await asyncio.sleep(0.05)
+        assert not pausing.done()
+        for process in multiprocessing.active_children():
+            process.kill()
+        for each in (under_way, pausing):
+            with pytest.raises(EngineBroken):
+                await asyncio.wait_for(each, 60)
 
 
 @pytest.mark.campaign

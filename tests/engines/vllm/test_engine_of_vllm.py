@@ -385,6 +385,28 @@ async def test_a_dead_engine_ends_every_request() -> None:
         assert len(told) == 1
 
 
+@pytest.mark.parametrize("ending", ["dies", "stops"])
+async def test_a_receipt_is_not_waited_for_for_ever(ending: str) -> None:
+    """At a stop string the worker itself waits for it, and vLLM leaves calls of a dead engine
+    waiting.
+    """
+    async with running() as (engine, llm):
+        stream = engine.generate(request(one(ForcedPrefix, token_ids=[40, 41]), receipt=True, max_tokens=50))
+        first = await anext(stream)
+        llm.gate.clear()
+        llm.answers.clear()
+        adding = asyncio.create_task(engine.add_receipt("r", first, len(PROMPT)))
+        await asyncio.sleep(0.01)
+        assert not adding.done()
+        if ending == "dies":
+            engine._break("vLLM's engine died")
+        else:
+            await engine.stop()
+        await asyncio.wait_for(adding, 5)
+        with pytest.raises(EngineBroken if ending == "dies" else Draining):
+            await anext(stream)
+
+
 async def test_time_in_which_the_worker_was_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.engines.vllm.engine.WATCH_S", 0.01)
     async with running(VllmConfig(model_path="fake", step_timeout_s=0.2)) as (engine, llm):

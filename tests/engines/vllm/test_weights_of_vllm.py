@@ -171,6 +171,24 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
     assert llm.asked == ["pause keep", "load_weights_from"]  # nothing is computed with what is half loaded
 
 
+async def test_nobody_waits_for_an_engine_that_has_died(model: Path) -> None:
+    """vLLM itself lets a call wait for ever whose engine dies before the answer."""
+
+    class Hangs(Llm):
+        async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+            await asyncio.Event().wait()
+
+    weights = VllmWeights(Hangs(), VllmConfig(model_path=str(model)), RequestTable(), "base", lambda reason: None)
+    pausing = asyncio.create_task(weights.pause("finish"))
+    await asyncio.sleep(0.01)
+    weights.fail(EngineBroken("its process is gone"))
+    with pytest.raises(EngineBroken, match="its process is gone"):
+        await asyncio.wait_for(pausing, 5)
+    assert weights.weights_state == "serving"
+    with pytest.raises(EngineBroken, match="its process is gone"):
+        await weights.resume()
+
+
 def in_two_files(model: Path, directory: Path) -> Path:
     """The weights of a checkpoint as large ones have them."""
     tensors = sorted(load_file(model / "model.safetensors").items())
