@@ -139,6 +139,24 @@ async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Pa
 
 
 @pytest.mark.campaign
+async def test_a_preempted_answer_finishes_before_a_pause(tmp_path: Path) -> None:
+    """The KV cache has room for one whole answer alone; vLLM's own pause leaves the other one in
+    its queue.
+    """
+    close_shared()
+    async with running(tiny(tmp_path, "llama"), max_model_len=192, num_gpu_blocks_override=8) as engine:
+        answers = [Answer(), Answer()]
+        asked = [asyncio.create_task(ask(engine, str(number), 100, found=each)) for number, each in enumerate(answers)]
+        while min(len(each.tokens) for each in answers) < 5:
+            await asyncio.sleep(0.001)
+        await weights_of(engine).pause("finish")
+        assert [len(each.tokens) for each in answers] == [100, 100]
+        assert engine.load().num_preemptions > 0
+        await weights_of(engine).resume()
+        await asyncio.gather(*asked)
+
+
+@pytest.mark.campaign
 async def test_a_pause_ends_with_the_engine(tmp_path: Path) -> None:
     """vLLM itself lets it wait for ever."""
     close_shared()

@@ -166,8 +166,20 @@ class VllmWeights:
         self._calls.fail(failure)
 
     async def _hold(self, mode: PauseMode) -> None:
+        """Let vLLM compute nothing, once what `mode` says has become of requests in flight.
+
+        vLLM takes those in its queue for no requests in flight, preempted ones with a part of their
+        answer among them: it is let go until all have ended.
+        """
         if mode == "abort":
             await self.abort_all()
+        in_flight = self._requests.unfinished if mode == "finish" else []
+        await self._pause(mode)
+        while not all(request.done for request in in_flight):
+            await self._let_go()
+            await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> None:
         await self._calls.answer(self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False))
 
     async def _let_go(self) -> None:
