@@ -278,7 +278,7 @@ def package() -> Package:
             {
                 *("model", "generation_config", "logits_processors", "logprobs_mode", "max_logprobs", "dtype"),
                 *("scheduling_policy", "worker_extension_cls", "enable_log_requests", "max_num_seqs"),
-                *("kv_transfer_config", "seed"),
+                *("kv_transfer_config", "seed", "kv_cache_memory_bytes"),
             }
         ),
         sampling_params=FakeParams,
@@ -289,6 +289,7 @@ def package() -> Package:
         busy_errors=(Busy,),
         lora_request=SimpleNamespace,
         kv_transfer_config=SimpleNamespace,
+        is_cpu=True,
     )
 
 
