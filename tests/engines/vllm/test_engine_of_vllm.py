@@ -373,6 +373,15 @@ async def test_an_exception_of_vllms_ends_one_request(failure: Exception, expect
         assert (await collect(engine, request())).finish_reason == "length"
 
 
+async def test_an_exception_without_a_text_is_told_by_its_cause() -> None:
+    """As vLLM's ``EngineGenerateError``, in which it wraps what it does not expect."""
+    async with running() as (engine, llm):
+        llm.failure = RuntimeError()
+        llm.failure.__cause__ = KeyError("odd")
+        with pytest.raises(RequestFailed, match=r"^vLLM: KeyError: 'odd'$"):
+            await collect(engine, request())
+
+
 async def test_a_dead_engine_ends_every_request() -> None:
     async with running() as (engine, llm):
         told: list[str] = []

@@ -245,7 +245,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             refused = processor_refusal(error) if request.images else None
             if refused is None:
                 logger.exception("request %s", request.id)
-            running.fail(refused or RequestFailed(f"vLLM: {type(error).__name__}: {one_line(error)}"))
+            told = error if str(error) or error.__cause__ is None else error.__cause__  # vLLM's own says nothing
+            running.fail(refused or RequestFailed(f"vLLM: {type(told).__name__}: {one_line(told)}"))
 
     async def _compute_prompt(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
         """Let vLLM compute a prompt and keep its KV; the token that it samples is dropped."""
