@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -23,7 +22,6 @@ from worker.engines.images import ImageInput, ImageSources
 from worker.engines.vllm import VllmConfig, VllmEngine
 from worker.engines.vllm.weights import VllmWeights
 from worker.engines.weights import NotSupported, WeightsRefused, WrongState
-from worker.errors import EngineBroken
 from worker.sampling import SamplingParams
 
 PROMPT = list(range(20, 90))
@@ -154,24 +152,6 @@ async def test_a_preempted_answer_finishes_before_a_pause(tmp_path: Path) -> Non
         assert engine.load().num_preemptions > 0
         await weights_of(engine).resume()
         await asyncio.gather(*asked)
-
-
-@pytest.mark.campaign
-async def test_a_pause_ends_with_the_engine(tmp_path: Path) -> None:
-    """vLLM itself lets it wait for ever."""
-    close_shared()
-    async with running(tiny(tmp_path, "llama")) as engine:
-        under_way = asyncio.create_task(ask(engine, "long", 400))
-        while engine.load().num_running == 0:
-            await asyncio.sleep(0.001)
-        pausing = asyncio.create_task(weights_of(engine).pause("finish"))
-        await asyncio.sleep(0.05)
-        assert not pausing.done()
-        for process in multiprocessing.active_children():
-            process.kill()
-        for each in (under_way, pausing):
-            with pytest.raises(EngineBroken):
-                await asyncio.wait_for(each, 60)
 
 
 @pytest.mark.campaign
