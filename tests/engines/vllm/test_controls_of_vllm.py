@@ -46,7 +46,7 @@ async def test_all_of_them_are_vllms_where_they_are_applied() -> None:
         assert engine._served.native == EARLY | SAMPLER
 
 
-async def test_what_kernels_of_a_gpu_keep_only_nearly_runs_in_the_chain() -> None:
+async def test_what_a_gpu_keeps_only_nearly_runs_in_the_chain() -> None:
     async with running(None, replace(package(), is_cpu=False)) as (engine, llm):
         assert engine._served is not None
         assert engine._served.native == (EARLY | SAMPLER) - {"top_p"}
