@@ -36,10 +36,10 @@ def collected() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(model: Path, **more: Any) -> AsyncIterator[VllmEngine]:
+async def running(model: Path, images: ImageSources | None = None, **options: Any) -> AsyncIterator[VllmEngine]:
     digest: Future[str] = Future()
     digest.set_result("of the checkpoint")
-    config = VllmConfig(model_path=str(model), options=OPTIONS, weight_updates=True, **more)
+    config = VllmConfig(model_path=str(model), options=OPTIONS | options, weight_updates=True, images=images)
     engine = VllmEngine(config, digest=lambda: digest)
     await engine.start()
     try:
@@ -134,6 +134,24 @@ async def test_answers_after_an_update_are_those_of_the_new_weights(tmp_path: Pa
         assert after.tokens == expected.tokens != before.tokens
         behind = await ask(fresh, "behind", 16, kept.tokens[:first])
         assert behind.tokens == kept.tokens[first : first + 16]
+
+
+@pytest.mark.campaign
+async def test_a_preempted_answer_finishes_before_a_pause(tmp_path: Path) -> None:
+    """The KV cache has room for one whole answer alone; vLLM's own pause leaves the other one in
+    its queue.
+    """
+    close_shared()
+    async with running(tiny(tmp_path, "llama"), max_model_len=192, num_gpu_blocks_override=8) as engine:
+        answers = [Answer(), Answer()]
+        asked = [asyncio.create_task(ask(engine, str(number), 100, found=each)) for number, each in enumerate(answers)]
+        while min(len(each.tokens) for each in answers) < 5:
+            await asyncio.sleep(0.001)
+        await weights_of(engine).pause("finish")
+        assert [len(each.tokens) for each in answers] == [100, 100]
+        assert engine.load().num_preemptions > 0
+        await weights_of(engine).resume()
+        await asyncio.gather(*asked)
 
 
 @pytest.mark.campaign

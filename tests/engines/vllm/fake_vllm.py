@@ -95,6 +95,7 @@ class FakeLlm:
         aborted: Names of requests whose stream was closed early.
         errored: Whether the engine is dead.
         gate: Steps wait for it.
+        answers: Calls of the engine's processes wait for it.
         failure: Raised at the first step, if set.
         loggers: Loggers of statistics.
         adapters: LoRA adapters that were loaded.
@@ -116,6 +117,8 @@ class FakeLlm:
         self.errored = False
         self.gate = asyncio.Event()
         self.gate.set()
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.failure: Exception | None = None
         self.is_shut_down = False
         self.loggers: list[Any] = []
@@ -228,6 +231,7 @@ class FakeLlm:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
+        await self.answers.wait()
         if method == "arm_lease_check":
             return [self.cannot_check]
         return [getattr(self._extension, method)(*args)]
@@ -274,7 +278,7 @@ def package() -> Package:
             {
                 *("model", "generation_config", "logits_processors", "logprobs_mode", "max_logprobs", "dtype"),
                 *("scheduling_policy", "worker_extension_cls", "enable_log_requests", "max_num_seqs"),
-                *("kv_transfer_config", "seed"),
+                *("kv_transfer_config", "seed", "kv_cache_memory_bytes"),
             }
         ),
         sampling_params=FakeParams,
@@ -285,6 +289,7 @@ def package() -> Package:
         busy_errors=(Busy,),
         lora_request=SimpleNamespace,
         kv_transfer_config=SimpleNamespace,
+        is_cpu=True,
     )
 
 

@@ -46,6 +46,17 @@ async def test_all_of_them_are_vllms_where_they_are_applied() -> None:
         assert engine._served.native == EARLY | SAMPLER
 
 
+async def test_what_a_gpu_keeps_only_nearly_runs_in_the_chain() -> None:
+    async with running(None, replace(package(), is_cpu=False)) as (engine, llm):
+        assert engine._served is not None
+        assert engine._served.native == (EARLY | SAMPLER) - {"top_p"}
+        params = SamplingParams(max_tokens=3, temperature=0.8, top_k=20, top_p=0.9)
+        await collect(engine, EngineRequest("r", [9, 30], params))
+        (sent,) = llm.params
+        assert sent.extra_args is not None
+        assert (sent.temperature, sent.top_k, sent.top_p) == (1.0, 0, 1.0)
+
+
 @pytest.mark.parametrize("name", PROBED)
 async def test_one_that_is_ignored_runs_in_the_chain(name: str) -> None:
     value: Any = {"repetition_penalty": 1.5, "min_tokens": 2, "top_k": 4, "temperature": 2.0}.get(name, 0.5)

@@ -373,6 +373,15 @@ async def test_an_exception_of_vllms_ends_one_request(failure: Exception, expect
         assert (await collect(engine, request())).finish_reason == "length"
 
 
+async def test_an_exception_without_a_text_is_told_by_its_cause() -> None:
+    """As vLLM's ``EngineGenerateError``, in which it wraps what it does not expect."""
+    async with running() as (engine, llm):
+        llm.failure = RuntimeError()
+        llm.failure.__cause__ = KeyError("odd")
+        with pytest.raises(RequestFailed, match=r"^vLLM: KeyError: 'odd'$"):
+            await collect(engine, request())
+
+
 async def test_a_dead_engine_ends_every_request() -> None:
     async with running() as (engine, llm):
         told: list[str] = []
@@ -383,6 +392,28 @@ async def test_a_dead_engine_ends_every_request() -> None:
         with pytest.raises(EngineBroken):
             await collect(engine, request())
         assert len(told) == 1
+
+
+@pytest.mark.parametrize("ending", ["dies", "stops"])
+async def test_a_receipt_is_not_waited_for_for_ever(ending: str) -> None:
+    """At a stop string the worker itself waits for it, and vLLM leaves calls of a dead engine
+    waiting.
+    """
+    async with running() as (engine, llm):
+        stream = engine.generate(request(one(ForcedPrefix, token_ids=[40, 41]), receipt=True, max_tokens=50))
+        first = await anext(stream)
+        llm.gate.clear()
+        llm.answers.clear()
+        adding = asyncio.create_task(engine.add_receipt("r", first, len(PROMPT)))
+        await asyncio.sleep(0.01)
+        assert not adding.done()
+        if ending == "dies":
+            engine._break("vLLM's engine died")
+        else:
+            await engine.stop()
+        await asyncio.wait_for(adding, 5)
+        with pytest.raises(EngineBroken if ending == "dies" else Draining):
+            await anext(stream)
 
 
 async def test_time_in_which_the_worker_was_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,28 @@ async def test_a_pause_with_abort_ends_one_that_waits(model: Path) -> None:
     assert (llm.asked, weights.weights_state) == (["pause wait", "pause abort"], "paused")
 
 
+@pytest.mark.parametrize("updates", [False, True], ids=["a pause", "an update"])
+async def test_what_vllm_has_queued_finishes_too(model: Path, updates: bool) -> None:
+    """vLLM's own pause leaves it in the queue, where preemption puts answers that have begun."""
+
+    class Queues(Llm):
+        async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+            await super().pause_generation(mode, clear_cache)
+            if self.asked.count("pause wait") == 3:
+                running.close()
+
+    llm, running, table = Queues(), RunningRequest("r"), RequestTable[RunningRequest]()
+    table.add(running)
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), table, "base", lambda reason: None)
+    finished = ["pause wait", "resume", "pause wait", "resume", "pause wait"]
+    if updates:
+        await weights.update_weights(model, None, "finish")
+        assert llm.asked == [*finished, *UPDATE, "resume"]
+    else:
+        await weights.pause("finish")
+        assert llm.asked == finished
+
+
 @pytest.mark.parametrize(("mode", "asked"), ORDERS)
 async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str]) -> None:
     llm, broken = Llm(), list[str]()
@@ -169,6 +191,24 @@ async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> N
     assert broken == ["an update of vLLM's weights failed: a rank has no memory"]
     assert weights.weight_version.number == 0
     assert llm.asked == ["pause keep", "load_weights_from"]  # nothing is computed with what is half loaded
+
+
+async def test_nobody_waits_for_an_engine_that_has_died(model: Path) -> None:
+    """vLLM itself lets a call wait for ever whose engine dies before the answer."""
+
+    class Hangs(Llm):
+        async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+            await asyncio.Event().wait()
+
+    weights = VllmWeights(Hangs(), VllmConfig(model_path=str(model)), RequestTable(), "base", lambda reason: None)
+    pausing = asyncio.create_task(weights.pause("finish"))
+    await asyncio.sleep(0.01)
+    weights.fail(EngineBroken("its process is gone"))
+    with pytest.raises(EngineBroken, match="its process is gone"):
+        await asyncio.wait_for(pausing, 5)
+    assert weights.weights_state == "serving"
+    with pytest.raises(EngineBroken, match="its process is gone"):
+        await weights.resume()
 
 
 def in_two_files(model: Path, directory: Path) -> Path:

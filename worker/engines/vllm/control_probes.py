@@ -31,6 +31,12 @@ ONE_LEFT = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 UNSEEN = frozenset({"frequency_penalty", "presence_penalty"})
 """Controls that are too weak within vLLM's bounds to be seen in three tokens; they are trusted."""
 
+INEXACT = frozenset({"top_p"})
+"""Controls that vLLM's kernels for other devices than a CPU keep only nearly, whatever the probes
+see: in a batch of over 64 rows, one of them greedy, a search with 18 halvings takes the place of
+sorting (vLLM 0.32). Of 131,072 tokens it has left a mass of 0.96 for 0.9, and of 0.92 for 0.95.
+"""
+
 
 @dataclass(slots=True)
 class _Answer:
@@ -121,7 +127,7 @@ async def find_native(llm: Any, package: Package, info: EngineInfo) -> frozenset
     """
     probes = _Probes(llm, package, next(each for each in range(info.vocab_size) if each not in info.eos_token_ids))
     try:
-        return await _find_native(probes)
+        return await _find_native(probes) - (frozenset() if package.is_cpu else INEXACT)
     except StartupError as error:
         raise StartupError(f"vLLM {info.version}: {error}") from None
     except Exception as error:  # the start-up boundary

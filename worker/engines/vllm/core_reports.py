@@ -9,6 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 from adapters.chain import ProcessorFailed, Receipt
+from worker.engines.vllm.core_calls import CoreCalls
 
 SPARE = 1024
 """Failures that are kept beyond one for each request: of some nobody asks any more."""
@@ -26,8 +27,13 @@ class CoreReports:
 
     def __init__(self, llm: Any, max_requests: int) -> None:
         self._llm = llm
+        self._calls = CoreCalls()
         self._max_kept = max_requests + SPARE
         self._failures: OrderedDict[str, ProcessorFailed] = OrderedDict()
+
+    def fail(self, failure: Exception) -> None:
+        """The engine has died: whoever waits for one of these methods is told."""
+        self._calls.fail(failure)
 
     async def failure(self, report: str) -> ProcessorFailed | None:
         """The processor that ended the request, None if none did."""
@@ -39,7 +45,7 @@ class CoreReports:
 
     async def _take_failures(self) -> None:
         """Take the failures of all requests from the engine's processes, which keep none."""
-        for taken in await self._llm.collective_rpc("take_processor_failures"):
+        for taken in await self._calls.answer(self._llm.collective_rpc("take_processor_failures")):
             for each in taken:
                 failure = ProcessorFailed(each["processor"], each["reason"], each["message"])
                 self._failures.setdefault(each["report"], failure)
@@ -51,7 +57,8 @@ class CoreReports:
             report: Name of the request.
             last: Id and position of the answer's last token, None if a processor ended it.
         """
-        for packed in await self._llm.collective_rpc("take_processor_receipt", args=(report, last)):
+        asked = self._llm.collective_rpc("take_processor_receipt", args=(report, last))
+        for packed in await self._calls.answer(asked):
             if packed is not None:
                 found: Receipt = pickle.loads(packed)
                 return found

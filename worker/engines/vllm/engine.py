@@ -47,6 +47,7 @@ from worker.errors import (
     InvalidRequest,
     Overloaded,
     RequestFailed,
+    ServingError,
     StartupError,
     one_line,
 )
@@ -161,7 +162,9 @@ class VllmEngine(LibraryEngine[RunningRequest]):
 
     async def stop(self) -> None:
         """End vLLM's processes. Idempotent, and safe after a failed or missing `start`."""
-        self._requests.end_all(Draining("the engine was stopped"))
+        stopped = Draining("the engine was stopped")
+        self._requests.end_all(stopped)
+        self._fail_calls(stopped)
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
@@ -242,7 +245,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
             refused = processor_refusal(error) if request.images else None
             if refused is None:
                 logger.exception("request %s", request.id)
-            running.fail(refused or RequestFailed(f"vLLM: {type(error).__name__}: {one_line(error)}"))
+            told = error if str(error) or error.__cause__ is None else error.__cause__  # vLLM's own says nothing
+            running.fail(refused or RequestFailed(f"vLLM: {type(told).__name__}: {one_line(told)}"))
 
     async def _compute_prompt(self, running: RunningRequest, request: EngineRequest, native: NativeRequest) -> None:
         """Let vLLM compute a prompt and keep its KV; the token that it samples is dropped."""
@@ -366,7 +370,7 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         assert self._reports is not None
         assert self._package is not None
         last = delta.token_ids[-1], position + running.num_added
-        with contextlib.suppress(self._package.dead_error):  # noticed elsewhere, and the answer is complete
+        with contextlib.suppress(self._package.dead_error, EngineBroken, Draining):  # the answer is complete
             found = running.receipt or await self._reports.receipt(running.report, last)
             running.note_receipt(delta, running.receipt or found)  # the engine may have ended it meanwhile
 
@@ -377,6 +381,16 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         task = asyncio.create_task(self._reports.drop(running.report))
         self._drops.add(task)
         task.add_done_callback(self._drops.discard)
+
+    def _break(self, cause: str) -> None:
+        super()._break(cause)
+        self._fail_calls(EngineBroken(cause))
+
+    def _fail_calls(self, failure: ServingError) -> None:
+        if self._reports is not None:
+            self._reports.fail(failure)
+        if self.weights is not None:
+            self.weights.fail(failure)
 
     # Reports to the runtime
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.engines.request_table import RequestTable
+from worker.engines.vllm.core_calls import CoreCalls
 from worker.engines.vllm.owned_directory import OwnedDirectory
 from worker.engines.vllm.requests import RunningRequest
 from worker.engines.vllm.settings import VllmConfig
@@ -84,6 +85,7 @@ class VllmWeights:
         self._break_down = break_down
         self._version = WeightVersion(digest=base)
         self._lock = asyncio.Lock()
+        self._calls = CoreCalls()
         self._is_paused = False
 
     @property
@@ -119,7 +121,7 @@ class VllmWeights:
                 await self._load(directory)
                 self._version = version
                 if not self._is_paused:
-                    await self._llm.resume_generation()
+                    await self._let_go()
             seconds = time.perf_counter() - began_s
             logger.info("weights: version %s, update %d, in %.2f s", version.name, version.number, seconds)
             return Updated(version, len(digests), seconds)
@@ -130,7 +132,7 @@ class VllmWeights:
             await self.abort_all()
         async with exclusive(self._lock, waits=mode == "abort"):
             if self._is_paused and mode == "finish":
-                await self._llm.resume_generation()  # what it has kept
+                await self._let_go()  # what it has kept
             if not self._is_paused or mode != "keep":
                 await self._hold(mode)
             self._is_paused = True
@@ -139,7 +141,7 @@ class VllmWeights:
         """See `UpdatesWeights.resume`."""
         async with exclusive(self._lock):
             self._is_paused = False
-            await self._llm.resume_generation()
+            await self._let_go()
 
     async def abort_all(self) -> None:
         """See `UpdatesWeights.abort_all`."""
@@ -148,7 +150,7 @@ class VllmWeights:
 
     async def flush_cache(self) -> None:
         """See `UpdatesWeights.flush_cache`; vLLM drops nothing while a request holds KV."""
-        if not await self._llm.reset_prefix_cache(reset_connector=True):
+        if not await self._calls.answer(self._llm.reset_prefix_cache(reset_connector=True)):
             raise WrongState("vLLM keeps its prefix cache while requests hold KV; flush it once they have ended")
 
     async def sleep(self, level: int) -> None:
@@ -160,22 +162,39 @@ class VllmWeights:
         raise NotSupported(_SLEEP)
 
     def fail(self, failure: ServingError) -> None:
-        """Do nothing: the calls of vLLM that are waited for end with it."""
+        """The engine has ended: whoever waits for vLLM is told."""
+        self._calls.fail(failure)
 
     async def _hold(self, mode: PauseMode) -> None:
+        """Let vLLM compute nothing, once what `mode` says has become of requests in flight.
+
+        vLLM takes those in its queue for no requests in flight, preempted ones with a part of their
+        answer among them: it is let go until all have ended.
+        """
         if mode == "abort":
             await self.abort_all()
-        await self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False)
+        in_flight = self._requests.unfinished if mode == "finish" else []
+        await self._pause(mode)
+        while not all(request.done for request in in_flight):
+            await self._let_go()
+            await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self._calls.answer(self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False))
+
+    async def _let_go(self) -> None:
+        await self._calls.answer(self._llm.resume_generation())
 
     async def _load(self, directory: Path) -> None:
         """Let every process of vLLM load the weights, and drop what the old ones computed: KV, that
         of a connector too, and features of pictures, of which the processes have dropped theirs.
         """
         try:
-            await self._llm.collective_rpc("load_weights_from", args=(str(directory / SINGLE),))
-            if not await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            answer = self._calls.answer
+            await answer(self._llm.collective_rpc("load_weights_from", args=(str(directory / SINGLE),)))
+            if not await answer(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
                 raise RuntimeError("vLLM keeps its prefix cache")
-            await self._llm.reset_encoder_cache()
+            await answer(self._llm.reset_encoder_cache())
         except Exception as error:  # weights of two versions, perhaps: nothing may be computed with them
             reason = f"an update of vLLM's weights failed: {one_line(error)}"
             self._break_down(reason)
