@@ -133,7 +133,7 @@ def test_the_others_go_on_without_a_worker_that_died_too_often(tmp_path: Path) -
 
 
 def test_a_clock_that_is_set_back_delays_no_worker(tmp_path: Path) -> None:
-    """By two hours at each look: in bash, setting SECONDS is what setting the machine's clock does."""
+    """By two hours at each look: to bash, setting SECONDS is as setting the machine's clock."""
     prelude = 'sleep() { SECONDS=$((SECONDS - 7200)); command sleep "$@"; }'
     with running(tmp_path, max_restarts=1, prelude=prelude) as script:
         (prefill,), _ = by_role(script).values()
