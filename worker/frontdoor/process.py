@@ -12,7 +12,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 from worker.models import hub_checkpoint, is_hub_id
+from worker.standard_error import say
 
 if TYPE_CHECKING:
     from worker.frontdoor.openengine.frontend import EngineFrontend
@@ -176,5 +176,5 @@ def _with_descriptors(options: Options) -> Options:
 
 
 def _complain(error: Exception, status: int) -> int:
-    sys.stderr.write(f"frontdoor: error: {one_line(error)}\n")
+    say(f"frontdoor: error: {one_line(error)}")
     return status
