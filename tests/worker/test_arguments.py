@@ -240,6 +240,17 @@ def test_refusals(argv: list[str], message: str) -> None:
     assert refusal(*argv) == message
 
 
+@pytest.mark.parametrize("flag", ["--model-path", "--served-model-name", "--lora-modules"])
+def test_a_name_that_is_not_utf_8_is_refused(flag: str) -> None:
+    """A worker would start with it, and could tell no client what it serves."""
+    text = "one\udcff" if flag != "--lora-modules" else "one\udcff=/a"  # as Python reads such a byte
+    given = [] if flag == "--model-path" else ["--model-path", "/m"]
+    with pytest.raises(ConfigurationError, match=rf"^{flag} must be UTF-8, got 'one\\udcff"):
+        parse_arguments([*given, flag, text], {})
+    with pytest.raises(ConfigurationError, match=r"^WORKER_SERVED_MODEL_NAME must be UTF-8, got "):
+        parse_arguments(["--model-path", "/m"], {"WORKER_SERVED_MODEL_NAME": "\udcff"})
+
+
 def test_unknown_environment_names() -> None:
     assert refusal(WORKER_MAX_NUM_SEQ="4") == "unknown environment variable WORKER_MAX_NUM_SEQ"
     assert refusal(WORKER_MAX_NUM_SEQS="x") == "WORKER_MAX_NUM_SEQS must be an integer of at least 1, got 'x'"
