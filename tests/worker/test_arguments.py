@@ -225,6 +225,9 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--thinking-start", "<t>"], "--thinking-start and --thinking-end belong together; give both"),
         (["--thinking-end", "</t>"], "--thinking-start and --thinking-end belong together; give both"),
         (["--dtype", "float16"], "--dtype float16 needs --engine trtllm or vllm"),
+        (["--grpc-host", "a..b"], "--grpc-host must be an address or the name of a host, got 'a..b'"),
+        (["--metrics-host", "a..b"], "--metrics-host must be an address or the name of a host, got 'a..b'"),
+        (["--engine-host", "a..b"], "--engine-host must be an address or the name of a host, got 'a..b'"),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (
             ["--endpoint", "dyn://a.b"],
