@@ -23,7 +23,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, uses_torch: bool 
     """
     _fill_standard_streams()
     if os.getpid() == 1:  # in a container, where a signal that nothing handles yet is lost
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, end_at_once)
     lean_torch.install()
     if not uses_torch:
         torch_at_use.install()
@@ -41,7 +41,7 @@ def _fill_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
 
 
-def _end(number: int, _frame: object) -> None:
+def end_at_once(number: int, _frame: object) -> None:
     """End this process as a signal ends one that does not handle it."""
     os._exit(128 + number)
 
