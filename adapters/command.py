@@ -30,6 +30,7 @@ from adapters.catalog import (
 from adapters.check_command import add_check_command
 from adapters.processors.detection import add_detect_command
 from adapters.standard_output import discard, write
+from adapters.whole_files import write_whole
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -143,7 +144,7 @@ def _run_table(arguments: argparse.Namespace) -> int:
     if arguments.file is None:
         return _write(table(catalog))
     try:
-        arguments.file.write_text(with_table(arguments.file.read_text(encoding="utf-8"), catalog), encoding="utf-8")
+        write_whole(arguments.file, with_table(arguments.file.read_text(encoding="utf-8"), catalog))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{arguments.file}: {error}\n")
         return 2

@@ -37,8 +37,9 @@ declare -A process_pids=()
 declare -A system_ports=() # of workers, by name: where their metrics are
 declare -A status_of_sigterm=() # those but 0 with which a process may end when it is told to
 
+# Ends nothing where it cannot be written: on a full disk, or where its reader has gone, as `tee` has after Ctrl-C.
 say() {
-    echo "$launch_name: $*"
+    echo "$launch_name: $*" || true
 }
 
 fail() {
@@ -300,7 +301,7 @@ announce() {
     local key=
     [[ $FRONT_DOOR == off || -z ${FRONT_DOOR_API_KEY_FILE:-} ]] ||
         key=" -H \"Authorization: Bearer \$(grep -m 1 '^[^#]' $(printf %q "$FRONT_DOOR_API_KEY_FILE"))\""
-    cat <<TEXT
+    cat <<TEXT || true
 
 $launch_name: ready. $served_model answers at $base_url/v1; Ctrl-C stops it. Try:
 
@@ -343,12 +344,13 @@ on_signal() {
     exit "$status"
 }
 
-# Stops NAME: asks, waits while it finishes its requests, and kills what is left of its session.
+# Stops NAME: asks, waits while it finishes its requests, and kills what is left of its session. Counts its pauses, since
+# SECONDS follows the machine's clock, which may be set meanwhile.
 stop() {
-    local pid=${process_pids[$1]} deadline=$((SECONDS + 10))
-    [[ -z $ready ]] || deadline=$((SECONDS + stop_timeout_s))
+    local pid=${process_pids[$1]} pauses=$((10 * 10))
+    [[ -z $ready ]] || pauses=$((10 * stop_timeout_s))
     kill -TERM "$pid" 2> /dev/null || true
-    while alive "$1" && [[ -z $forced ]] && ((SECONDS < deadline)); do
+    while alive "$1" && [[ -z $forced ]] && ((pauses-- > 0)); do
         sleep 0.1
     done
     ! alive "$1" || say "killing the $1"
@@ -403,4 +405,5 @@ choose_stop_timeout
 trap 'on_signal 130' INT
 trap 'on_signal 143' TERM
 trap 'on_signal 129' HUP
+trap : PIPE # what it says must not end it; processes that it starts do not inherit this
 trap clean_up EXIT

@@ -6,7 +6,7 @@ PREFILL_WORKERS=${PREFILL_WORKERS:-1} DECODE_WORKERS=${DECODE_WORKERS:-1} WORKER
 MAX_RESTARTS=${MAX_RESTARTS:-5}
 declare -A worker_commands=() # of each role
 declare -A worker_deaths=() # by name: how often it ended with another status than 0
-declare -A worker_due=() # by name: when it is started again
+declare -A worker_due=() # by name: rounds of `watch` until it is started again
 
 # Seconds before a worker that was killed is started again, twice that the second time. Not before discovery has
 # forgotten the dead one, after 10 s: a frontend of 1.4.2 that hears of a new worker tries the dead one again.
@@ -107,7 +107,7 @@ on_death() {
         delay_s=$((restart_after_s * ${worker_deaths[$name]}))
     fi
     say "the $name ended with status $lost_status; it is started again in $delay_s s"
-    worker_due[$name]=$((SECONDS + delay_s))
+    worker_due[$name]=$((2 * delay_s)) # each takes half a second; the machine's clock may be set meanwhile
 }
 
 # Whether a worker of ROLE runs, or is about to be started.
@@ -123,7 +123,9 @@ is_served() {
 while_watching() {
     local name
     for name in "${!worker_due[@]}"; do
-        if ((SECONDS >= ${worker_due[$name]})); then
+        if ((${worker_due[$name]} > 0)); then
+            worker_due[$name]=$((${worker_due[$name]} - 1))
+        else
             unset "worker_due[$name]"
             begin_worker "$name"
         fi

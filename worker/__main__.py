@@ -6,7 +6,6 @@ Exit 0 after a clean drain, 2 for configuration, 1 for the rest.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from worker.errors import ConfigurationError, ServingError, StartupError
 from worker.importing import prepare, uncollected
 from worker.installation import check_threads
 from worker.runtimes import dynamo as runtime
+from worker.standard_error import say
 
 if TYPE_CHECKING:
     from worker.server import RequestServer
@@ -114,8 +114,7 @@ def _served(serve: Callable[[], None], server: RequestServer) -> int:
 
 
 def _complain(reason: ServingError | Exception | str, status: int) -> int:
-    with contextlib.suppress(OSError):  # its disk is full, and the status says enough
-        print(f"worker: error: {' '.join(str(reason).split())}", file=sys.stderr)
+    say(f"worker: error: {' '.join(str(reason).split())}")
     return status
 
 

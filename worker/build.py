@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ from worker.disaggregation.seal import Seal, take_seal
 from worker.errors import ConfigurationError, StartupError
 from worker.installation import check_adapters_package, check_engine, check_ports, check_runtime
 from worker.processors.smoke import smoke_enabled
+from worker.standard_error import say
 from worker.tracing import check_endpoint
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def with_hub_model(arguments: Arguments) -> Arguments:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"worker: {line}\n")
+    say(f"worker: {line}")
 
 
 def check_model(arguments: Arguments) -> None:

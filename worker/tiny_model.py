@@ -290,7 +290,7 @@ def _weights(arch: str, seed: int, width: int) -> dict[str, torch.Tensor]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m worker.tiny_model", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m worker.tiny_model", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", metavar="DIR", type=Path)
     parser.add_argument("--arch", choices=ARCHITECTURES, default="llama")
     parser.add_argument("--seed", type=int, default=0)

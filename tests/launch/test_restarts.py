@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ status_of_sigterm[frontend]=143
 start frontend sleep 60
 start_workers prefill 1 --of prefill
 start_workers decode 2 --of "the second"
+{prelude}
 watch
 """
 
@@ -49,12 +51,12 @@ class Script(ScriptOutput):
 
 
 @contextlib.contextmanager
-def running(directory: Path, max_restarts: int, program: str = WORKER) -> Iterator[Script]:
+def running(directory: Path, max_restarts: int, program: str = WORKER, prelude: str = "") -> Iterator[Script]:
     worker = directory / "worker"
     worker.write_text(program)
     worker.chmod(0o700)
     script = directory / "script.sh"
-    script.write_text(SCRIPT.format(launch=REPOSITORY / "launch", worker=worker))
+    script.write_text(SCRIPT.format(launch=REPOSITORY / "launch", worker=worker, prelude=prelude))
     process = subprocess.Popen(
         ["bash", str(script)],
         env=os.environ | {"MAX_RESTARTS": str(max_restarts)},
@@ -128,3 +130,15 @@ def test_the_others_go_on_without_a_worker_that_died_too_often(tmp_path: Path) -
         script.worker()
         script.process.terminate()
         assert script.process.wait(60) == 0
+
+
+def test_a_clock_that_is_set_back_delays_no_worker(tmp_path: Path) -> None:
+    """By two hours at each look: to bash, setting SECONDS is as setting the machine's clock."""
+    prelude = 'sleep() { SECONDS=$((SECONDS - 7200)); command sleep "$@"; }'
+    with running(tmp_path, max_restarts=1, prelude=prelude) as script:
+        (prefill,), _ = by_role(script).values()
+        os.kill(prefill, signal.SIGKILL)
+        script.read_until("it is started again in 1 s")
+        begun = time.monotonic()
+        assert script.worker()[1] == "-m worker --model-path a model --of prefill"
+        assert 0.5 < time.monotonic() - begun

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -105,6 +106,75 @@ def test_an_installation_ends_with_its_script(
     _, alive = psutil.wait_procs(children_of(tmp_path), timeout=10)
     assert not alive
     assert time.monotonic() - begun < 50
+
+
+TALE = """
+set -euo pipefail
+usage() {{ :; }}
+source {launch}/lib.sh
+prepare_runtime
+start worker bash -c 'trap "sleep 1; echo finished >&2; exit" TERM; echo begun >&2; while :; do sleep 0.1; done'
+ready=yes
+{then}
+"""
+
+
+def told(directory: Path, then: str, **streams: Any) -> subprocess.Popen[str]:
+    """A script whose worker takes a second to end, and says on standard error when it has."""
+    (directory / "tmp").mkdir()
+    script = directory / "script.sh"
+    script.write_text(TALE.format(launch=REPOSITORY / "launch", then=then))
+    environ = os.environ | {"TMPDIR": str(directory / "tmp")}
+    return subprocess.Popen(["bash", str(script)], env=environ, stderr=subprocess.PIPE, text=True, **streams)
+
+
+def ended(script: subprocess.Popen[str], directory: Path) -> tuple[int, str]:
+    """Status and standard error of a script that has been told to end."""
+    _, said = script.communicate(timeout=60)
+    assert not list((directory / "tmp").iterdir())
+    return script.returncode, said
+
+
+def test_its_reader_may_end_first(tmp_path: Path) -> None:
+    """As ``tee`` does at the same Ctrl-C: the worker finishes its requests all the same."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        script = told(tmp_path, "watch", stdout=stdout)
+    assert script.stderr is not None
+    assert script.stderr.readline() == "begun\n"
+    os.close(reader)
+    script.terminate()
+    status, said = ended(script, tmp_path)
+    assert "finished" in said
+    assert status == 0
+
+
+def test_a_full_disk_under_its_log_ends_nothing(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        script = told(tmp_path, 'say "still here"; echo on >&2; watch', stdout=full)
+    assert script.stderr is not None
+    while "on\n" not in (line := script.stderr.readline()):
+        assert line, "it has ended"
+    script.terminate()
+    status, said = ended(script, tmp_path)
+    assert "finished" in said
+    assert status == 0
+
+
+CLOCK_IS_SET = """
+sleep() { SECONDS=$((SECONDS + 7200)); command sleep "$@"; }
+"""
+"""In bash that is what setting the machine's clock does to a script, which has no other clock."""
+
+
+def test_a_clock_that_is_set_kills_no_worker(tmp_path: Path) -> None:
+    script = told(tmp_path, f"{CLOCK_IS_SET}\nwatch", stdout=subprocess.PIPE)
+    assert script.stderr is not None
+    assert script.stderr.readline() == "begun\n"
+    script.terminate()
+    status, said = ended(script, tmp_path)
+    assert "finished" in said
+    assert status == 0
 
 
 def test_cdpath_changes_nothing(tmp_path: Path) -> None:

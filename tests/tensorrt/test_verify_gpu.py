@@ -6,10 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from stand_in import STAND_IN
+
+from worker.engines import EngineInfo, EngineRequest, TokenDelta
+from worker.engines.trtllm.engine import TrtllmEngine
+from worker.engines.trtllm.verify import Checklist
+from worker.errors import RequestFailed
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -104,3 +111,17 @@ def test_the_report_names_what_failed(is_measured: bool, tmp_path: Path) -> None
     assert ("| speed | pass: fast |" if is_measured else "| speed | FAIL:  |") in lines
     assert any(line.startswith("| rows | floor, ms |") for line in lines) is is_measured
     assert done.stdout.endswith(f"verify-gpu: the report is in {tmp_path}/report.md\n")
+
+
+class Failing:
+    """An engine whose answers end with an error."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta(token_ids=[7], finish_reason="error", error="a fault")
+
+
+async def test_an_answer_that_fails_is_no_answer() -> None:
+    """Also where Python runs without asserts (``PYTHONOPTIMIZE``)."""
+    engine, info = cast(TrtllmEngine, Failing()), cast(EngineInfo, None)
+    with pytest.raises(RequestFailed, match="a fault"):
+        await Checklist(engine, info)._tokens()

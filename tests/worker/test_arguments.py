@@ -225,6 +225,9 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
         (["--thinking-start", "<t>"], "--thinking-start and --thinking-end belong together; give both"),
         (["--thinking-end", "</t>"], "--thinking-start and --thinking-end belong together; give both"),
         (["--dtype", "float16"], "--dtype float16 needs --engine trtllm or vllm"),
+        (["--grpc-host", "a..b"], "--grpc-host must be an address or the name of a host, got 'a..b'"),
+        (["--metrics-host", "a..b"], "--metrics-host must be an address or the name of a host, got 'a..b'"),
+        (["--engine-host", "a..b"], "--engine-host must be an address or the name of a host, got 'a..b'"),
         (["--endpoint-types", "chat,audio"], "--endpoint-types must be of chat, completions, none, got 'chat,audio'"),
         (
             ["--endpoint", "dyn://a.b"],
@@ -238,6 +241,17 @@ def test_every_option_reads_the_same_from_flag_and_environment(option: Option) -
 )
 def test_refusals(argv: list[str], message: str) -> None:
     assert refusal(*argv) == message
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--served-model-name", "--lora-modules"])
+def test_a_name_that_is_not_utf_8_is_refused(flag: str) -> None:
+    """A worker would start with it, and could tell no client what it serves."""
+    text = "one\udcff" if flag != "--lora-modules" else "one\udcff=/a"  # as Python reads such a byte
+    given = [] if flag == "--model-path" else ["--model-path", "/m"]
+    with pytest.raises(ConfigurationError, match=rf"^{flag} must be UTF-8, got 'one\\udcff"):
+        parse_arguments([*given, flag, text], {})
+    with pytest.raises(ConfigurationError, match=r"^WORKER_SERVED_MODEL_NAME must be UTF-8, got "):
+        parse_arguments(["--model-path", "/m"], {"WORKER_SERVED_MODEL_NAME": "\udcff"})
 
 
 def test_unknown_environment_names() -> None:

@@ -412,6 +412,49 @@ def test_a_file_without_room_for_its_row_is_gone(tmp_path: Path, monkeypatch: py
     store.close()
 
 
+class FullUntilGone:
+    """A connection on a full disk, where a row can be deleted once some contents are gone."""
+
+    def __init__(self, connection: sqlite3.Connection, *contents: Path) -> None:
+        self._connection = connection
+        self._contents = contents
+
+    def execute(self, statement: str, *values: Any) -> Any:
+        if statement.startswith("DELETE FROM files") and any(each.exists() for each in self._contents):
+            self._connection.execute("ROLLBACK")  # as SQLite does
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._connection.execute(statement, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def test_on_a_full_disk_files_can_be_deleted(tmp_path: Path) -> None:
+    """By their client, and when their time is over: nothing else makes room."""
+    now = 1000.0
+    with contextlib.closing(Store(tmp_path / "store", 10**6, lambda: now)) as store:
+        kept, mine, used, old = (
+            store.files.add(OWNER, "a", INPUT, incoming(store, b"{}"), lifetime_s) for lifetime_s in (100, 100, 100, 10)
+        )
+        batch = begin(store, OWNER, used.id)
+        store._database.connection = FullUntilGone(  # type: ignore[assignment]
+            store._database.connection, store.files.path(mine.id), store.files.path(old.id)
+        )
+        with pytest.raises(Refused, match="which has not ended"):
+            store.files.delete(OWNER, used.id)
+        now = 1010.0
+        store.files.path(mine.id).rename(tmp_path / "aside")  # so that the old one alone is in the way
+        store.files.delete_expired()
+        (tmp_path / "aside").rename(store.files.path(mine.id))
+        store.files.delete(OWNER, mine.id)
+        left = store.files.page(OWNER, after=None, limit=9, descending=False, purpose=None).items
+        assert [each.id for each in left] == [kept.id, used.id]
+        assert {each.name for each in store.files.path(kept.id).parent.iterdir()} == {"incoming", kept.id, used.id}
+        assert store.batches.get(OWNER, batch.id).input_file_id == used.id
+
+
 def test_a_client_cannot_begin_batches_without_end(tmp_path: Path) -> None:
     store = Store(tmp_path, CAPACITY)
     file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)

@@ -360,7 +360,15 @@ async def test_what_can_never_work_is_said_at_the_start(tmp_path: Path) -> None:
     for address in of_etcd:
         with pytest.raises(StartupError, match="must be etcd:http://HOST:PORT"):
             make_store(address)
-    for address in ("nats://h:port", "nats://", "nats://a:4222,nats://b:4222", "nats://a,b", "nats://[::1", "nats:h:0"):
+    for address in (
+        "nats://h:port",
+        "nats://",
+        "nats://a:4222,nats://b:4222",
+        "nats://a,b",
+        "nats://[::1",
+        "nats:h:0",
+        "nats:a..b",
+    ):
         with pytest.raises(StartupError, match="must be nats:URL, the URL of one server"):
             make_store(address)
 

@@ -216,6 +216,18 @@ async def test_a_fault_is_said_once_and_is_no_end(
     await asyncio.wait([keeping])
 
 
+def test_a_path_of_two_lines_is_no_path_of_others(tmp_path: Path) -> None:
+    """Entries of a directory whose name has a line feed are left to Dynamo, which waits 10 s."""
+    mine, other, entry = tmp_path / "mine", tmp_path / "store", tmp_path / "store\nof" / "entry"
+    for path in (mine, other, entry):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("kept")
+    guard = Guard()
+    guard.add([mine, entry])
+    guard.close()
+    assert [path.exists() for path in (mine, other, entry)] == [False, True, True]
+
+
 DIES = """
 import sys
 from pathlib import Path

@@ -60,6 +60,10 @@ class Option:
 
     def read(self, text: str, source: str) -> Any:
         """The value of ``text``, which came from ``source``. Raises `ConfigurationError`."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # names of models and adapters are told to clients
+            raise ConfigurationError(f"{source} must be UTF-8, got {text!r}") from None
         if self.choices and text not in self.choices:
             raise ConfigurationError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}")
         try:

@@ -10,6 +10,7 @@ from worker.arguments.option import Option, option, options_of
 from worker.arguments.values import (
     comma_list,
     device,
+    host,
     memory_size,
     named_directories,
     not_negative,
@@ -422,7 +423,7 @@ class Arguments:
         "Workers that a request of a batch may take with it before it is set aside as a dead letter.",
         parse=positive,
     )
-    grpc_host: str = option("127.0.0.1", "Address that --runtime openengine listens on.")
+    grpc_host: str = option("127.0.0.1", "Address that --runtime openengine listens on.", parse=host)
     grpc_port: int = option(
         50051, "Port that --runtime openengine listens on; 0 takes a free one, which the log names.", parse=not_negative
     )
@@ -436,14 +437,14 @@ class Arguments:
     metrics_port: int = option(
         0, "Without Dynamo's runtime: port of /metrics, /live and /health; 0 serves none.", parse=not_negative
     )
-    metrics_host: str = option("127.0.0.1", "Address of --metrics-port.")
+    metrics_host: str = option("127.0.0.1", "Address of --metrics-port.", parse=host)
     engine_port: int = option(
         0,
         "Port of the routes that change the weights while serving, pause, and sleep (docs/weights.md); 0 serves none. "
         "Needs --engine-key-file.",
         parse=not_negative,
     )
-    engine_host: str = option("127.0.0.1", "Address of --engine-port.")
+    engine_host: str = option("127.0.0.1", "Address of --engine-port.", parse=host)
     engine_key_file: str | None = option(
         None, "File of keys, one per line; every request to --engine-port needs one as Authorization: Bearer."
     )

@@ -24,6 +24,22 @@ def text(text: str) -> str:
     return text
 
 
+def is_host(text: str) -> bool:
+    """Whether it can be an address, or the name of a host: Python looks up no other, and says so
+    with an error that is none of the system's.
+    """
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+def host(text: str) -> str:
+    if not text.strip() or not is_host(text):
+        raise ValueError("an address or the name of a host")
+    return text
+
+
 url = matching(r"https?://[^\s/?#]+(/[^\s?#]*)?", "an http:// or https:// URL")
 
 

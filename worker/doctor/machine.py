@@ -14,8 +14,8 @@ import torch
 
 from worker.doctor.finding import Finding
 from worker.engines.embedded.host.threads import cpu_quota
-from worker.engines.embedded.kv_cache.budget import free_in_container
 from worker.engines.embedded.native import choose_path, cpu_flags, unavailable
+from worker.engines.free_memory import free_in_container
 from worker.models import model_cache
 from worker.models.beside import num_cpus
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from worker.arguments.values import is_host
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
@@ -25,9 +27,10 @@ class EngineAddress:
         """The worker at ``grpc://host:port``, or ``grpcs://host:port``. Raises `ValueError`."""
         parts = urlsplit(url)
         has_rest = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username
-        if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not parts.port or has_rest:
+        host = parts.hostname or ""
+        if parts.scheme not in ("grpc", "grpcs") or not is_host(host) or not parts.port or has_rest:
             raise ValueError(f"must be grpc://host:port or grpcs://host:port, got {url!r}")
-        return cls(parts.hostname, parts.port, parts.scheme == "grpcs")
+        return cls(host, parts.port, parts.scheme == "grpcs")
 
     @property
     def target(self) -> str:

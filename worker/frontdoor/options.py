@@ -15,7 +15,7 @@ from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.kubernetes import without_services
 from worker.arguments.option import dashed, from_environment, option, options_of
-from worker.arguments.values import matching, positive_seconds, text
+from worker.arguments.values import host, matching, positive_seconds, text
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, marks_of_calls, support_of
 from worker.frontdoor.engine_address import EngineAddress
@@ -103,7 +103,7 @@ def _truth(text: str) -> bool:
 class Options:
     """Every option of ``python -m worker.frontdoor``; the table of `docs/front-door.md`."""
 
-    host: str = option("127.0.0.1", "Address to serve on.", parse=text)
+    host: str = option("127.0.0.1", "Address to serve on.", parse=host)
     port: int = option(
         8000, "Port to serve on; 0 takes a free one, which the first line of the log names.", parse=_port
     )

@@ -1,6 +1,7 @@
 """The front door's process: serve until SIGTERM or SIGINT, then let the answers finish.
 
-Exit 0 after that, 2 for configuration, 1 if it cannot start. A second signal ends it at once.
+Exit 0 after that, 2 for configuration, 1 if it cannot start. A second signal ends it at once, as
+the first one does before it serves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,12 +33,16 @@ from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
+from worker.importing import end_at_once
 from worker.models import hub_checkpoint, is_hub_id
+from worker.standard_error import say
 
 if TYPE_CHECKING:
     from worker.frontdoor.openengine.frontend import EngineFrontend
 
 logger = logging.getLogger("worker.frontdoor.main")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 BACKLOG = 1024
 ROOM_OF_FORM = 64 * 1024
@@ -94,8 +98,8 @@ async def serve(options: Options) -> None:
     """Serve until a signal. Raises `StartupError`."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    for number in _SIGNALS:
+        signal.signal(number, end_at_once)  # nothing is under way yet, and a tokenizer takes seconds
     engines = None
     if options.engines:
         from worker.frontdoor.openengine.opening import open_engines  # only here is gRPC needed
@@ -106,6 +110,8 @@ async def serve(options: Options) -> None:
     door.batches = make_batches(door)
     gc.collect()
     gc.freeze()  # what is loaded stays, and a collection that looks at it would hold up every answer
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stopping.set)
     try:
         server = await loop.create_server(
             protocol_factory(door), options.host, options.port, backlog=BACKLOG, reuse_port=options.reuse_port or None
@@ -120,9 +126,8 @@ async def serve(options: Options) -> None:
         await stopping.wait()
     finally:
         server.close()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
+        for number in _SIGNALS:  # SIG_DFL would not end the first process of a container
+            loop.add_signal_handler(number, end_at_once, number, None)
     if door.batches is not None:
         await door.batches.stop()
     await door.drain(options.drain_timeout_s)
@@ -176,5 +181,5 @@ def _with_descriptors(options: Options) -> Options:
 
 
 def _complain(error: Exception, status: int) -> int:
-    sys.stderr.write(f"frontdoor: error: {one_line(error)}\n")
+    say(f"frontdoor: error: {one_line(error)}")
     return status

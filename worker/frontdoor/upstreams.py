@@ -17,6 +17,7 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
+from worker.arguments.values import is_host
 from worker.frontdoor.answering import Client
 from worker.frontdoor.deadline import WaitingProtocol
 from worker.frontdoor.errors import Refused
@@ -78,9 +79,10 @@ class Upstream:
     def of(cls, url: str) -> Upstream:
         """The frontend at ``http://host:port``. Raises `ValueError`."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/") or parts.query or parts.username:
+        host = parts.hostname or ""
+        if parts.scheme != "http" or not is_host(host) or parts.path not in ("", "/") or parts.query or parts.username:
             raise ValueError(f"must be http://host:port, got {url!r}")
-        return cls(parts.hostname, parts.port or 80)
+        return cls(host, parts.port or 80)
 
     async def open(self, connection: UpstreamConnection) -> None:
         """Connect ``connection`` to it. Raises `OSError`."""

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import io
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from adapters.catalog import SelectionError, parse_selection
 from adapters.strict_json import has_half_a_pair
+from adapters.whole_files import write_whole
 from worker.arguments import Arguments, StrictParser, parse_arguments
 from worker.errors import ConfigurationError, ServingError, one_line
 from worker.inspect.page import page
@@ -33,6 +33,7 @@ from worker.replay.prompt import default_thinking, read_prompt, read_template
 from worker.replay.recorded import Recorded, as_recorded, read_receipt, selection_of
 from worker.replay.run import LoadedModel, Replayed, loaded, with_named_model
 from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
+from worker.standard_error import say
 
 EXIT_SHOWN, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         shown = asyncio.run(_shown(options, arguments, recorded))
         _write(options, shown)
     except ServingError as error:
-        sys.stderr.write(f"worker inspect: error: {one_line(error)}\n")
+        say(f"worker inspect: error: {one_line(error)}")
         return EXIT_TROUBLE
     return shown.status
 
@@ -139,7 +140,7 @@ def _refuse_contradictions(options: argparse.Namespace, argv: Sequence[str]) -> 
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"worker inspect: {line}\n")
+    say(f"worker inspect: {line}")
 
 
 async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Recorded | None) -> Shown:
@@ -263,6 +264,6 @@ def _write(options: argparse.Namespace, shown: Shown) -> None:
 
 def _write_file(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:  # that of a full disk does not name the file
         raise ConfigurationError(f"{path}: {error.strerror}") from None

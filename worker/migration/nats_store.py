@@ -15,6 +15,7 @@ from nats.aio.client import Client
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
+from worker.arguments.values import is_host
 from worker.errors import StartupError, without_user
 from worker.migration.store import TTL_S, StoreError
 
@@ -129,7 +130,7 @@ async def _end(client: Client) -> None:
 def _is_of_one_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and (parts.port is None or parts.port > 0) and "," not in parts.netloc
+        return is_host(parts.hostname or "") and (parts.port is None or parts.port > 0) and "," not in parts.netloc
     except ValueError:  # its port is no number, or its host is not whole
         return False
 

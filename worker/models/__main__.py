@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from worker import standard_error
 from worker.errors import StartupError, one_line
 from worker.models import (
     convert_gguf,
@@ -26,7 +27,7 @@ from worker.models import (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m worker.models", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m worker.models", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", metavar="MODEL", nargs="?", help="GGUF file, or id on the Hugging Face Hub")
     parser.add_argument("--revision", help="branch, tag or commit of an id")
     parser.add_argument("--cache", metavar="DIR", type=Path, default=model_cache(), help="where checkpoints are kept")
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     def say(line: str) -> None:
-        print(f"{options.caller}: {line}", file=sys.stderr, flush=True)
+        standard_error.say(f"{options.caller}: {line}")
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is half done is removed
     try:

@@ -23,6 +23,7 @@ from worker.errors import ServingError, StartupError, one_line
 from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache
 from worker.quantize.output import write_quantised
 from worker.quantize.report import report
+from worker.standard_error import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         if options.output is not None:
             write_quantised(source, options.to, options.output)
     except (ServingError, OSError, ValueError) as error:
-        print(f"worker quantize: error: {one_line(error)}", file=sys.stderr)
+        say(f"worker quantize: error: {one_line(error)}")
         return 1
     finally:
         signal.signal(signal.SIGTERM, earlier)
@@ -70,7 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _say(line: str) -> None:
-    print(f"quantize: {line}", file=sys.stderr)
+    say(f"quantize: {line}")
 
 
 def _checkpoint(path: Path) -> Path:

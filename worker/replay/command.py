@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from worker.replay.run import Replayed, loaded, replay, with_named_model
 from worker.replay.verdict import check_adapter, check_model_digest, check_weights, is_equal, notes, verdict
 from worker.requests.receipts import ServerRecord
 from worker.sampling import SamplingParams
+from worker.standard_error import say
 
 EXIT_EQUAL, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = with_named_model(as_recorded(arguments, recorded.receipt), _say)
         return asyncio.run(_main(options, arguments, recorded))
     except ServingError as error:
-        print(f"worker replay: error: {one_line(error)}", file=sys.stderr)
+        say(f"worker replay: error: {one_line(error)}")
         return EXIT_TROUBLE
 
 
@@ -69,7 +69,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Arguments]:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"worker replay: {line}\n")
+    say(f"worker replay: {line}")
 
 
 async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Recorded) -> int:

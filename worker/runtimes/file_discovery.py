@@ -163,7 +163,8 @@ class Guard:
         """Remove these too. Raises `OSError` if no shell can be told of them; the next call tries
         again.
         """
-        self._paths.update(dict.fromkeys(paths))
+        # the shell reads a line for each: a path with a line feed would be those of other files
+        self._paths.update(dict.fromkeys(path for path in paths if "\n" not in str(path)))
         if self._shell is not None and self._shell.poll() is not None:  # it was killed
             self._drop_shell(self._shell)
         new = [path for path in self._paths if path not in self._told]

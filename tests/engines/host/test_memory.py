@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engines.embedded.kv_cache import budget as kv_budget
-from worker.engines.embedded.kv_cache.budget import free_in_container, free_memory
+from worker.engines import free_memory as of_the_host
+from worker.engines.embedded.kv_cache.budget import free_memory
+from worker.engines.free_memory import free_in_container
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -66,8 +67,9 @@ def test_a_limit_of_addresses_counts() -> None:
     limit = 2**42
     program = (
         f"import resource, torch; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
+        "from worker.engines import free_memory\n"
         "from worker.engines.embedded.kv_cache import budget\n"
-        "budget._free_on_machine = lambda: 2**50\n"
+        "free_memory._free_on_machine = lambda: 2**50\n"
         "print(budget.free_memory(torch.device('cpu')))"
     )
     found = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
@@ -76,8 +78,8 @@ def test_a_limit_of_addresses_counts() -> None:
 
 def test_the_stricter_of_machine_and_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"memory.max": "4096\n", "memory.current": "96\n", "memory.stat": "inactive_file 0\n"}
-    monkeypatch.setattr(kv_budget, "CGROUPS", write(tmp_path, files))
+    monkeypatch.setattr(of_the_host, "CGROUPS", write(tmp_path, files))
     assert free_memory(torch.device("cpu")) == 4000
-    monkeypatch.setattr(kv_budget, "CGROUPS", tmp_path / "nothing")
+    monkeypatch.setattr(of_the_host, "CGROUPS", tmp_path / "nothing")
     machine = free_memory(torch.device("cpu"))
     assert machine is None or machine > 4000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,19 @@ def test_a_store_gets_the_memory_of_its_next_pages() -> None:
         assert 6 * MIB <= found <= 12 * MIB if CAN_POPULATE else not found
         store.give_back()
         assert not resident_bytes(tensors[0].data_ptr())
+
+
+def test_a_step_needs_no_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has none left, the step thread would die of what only makes it faster."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tensors = memory.zeros(2, (64, 1, 1, MIB // 4), torch.uint8, CPU)
+    store = KvStore(tensors[:1], tensors[1:], is_read_behind=False, ahead=MemoryAhead(tensors))
+    store.begin([0, 3])
+    assert not resident_bytes(tensors[0].data_ptr())
 
 
 def test_memory_that_is_given_back_stays_so() -> None:

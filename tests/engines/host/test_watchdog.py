@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -84,6 +85,16 @@ def test_a_hung_step_ends_the_process(hang: str, prelude: str) -> None:
         assert line(process) == "hangs"
         assert process.wait(timeout=END_S) == 1
         assert "in hang" in process.stderr.read()
+
+
+def test_it_ends_where_nothing_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disk with its log is full: then, and not when the watch of the watch is over."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(host_watchdog, "_STDERR", full.fileno())
+        host_watchdog._end(Watchdog(1.0))
+    assert ended == [1]
 
 
 STOPPED = """

@@ -446,6 +446,26 @@ def test_a_start_does_not_wait_for_it(checkpoint: Path, monkeypatch: pytest.Monk
     assert torch.equal(logits(load(checkpoint)), expected)
 
 
+def test_a_start_needs_no_thread_for_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    caplog.set_level("INFO")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "packed-copy":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    model = load(checkpoint)
+    assert not copies(checkpoint)
+    assert "no packed weights are kept in" in caplog.text
+    monkeypatch.undo()
+    assert torch.equal(logits(model), logits(load(checkpoint, packed_copy="off")))
+
+
 def test_one_that_another_process_wrote_meanwhile_stays(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

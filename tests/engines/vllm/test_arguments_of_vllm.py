@@ -18,7 +18,7 @@ from adapters.contract import Context
 from adapters.processors.masks import BannedTokens
 from adapters.vocabulary import Vocabulary
 from worker.arguments import parse_arguments
-from worker.engines import EngineRequest
+from worker.engines import EngineRequest, free_memory
 from worker.engines.refusals import IRRELEVANT, REFUSED_EVERYWHERE
 from worker.engines.vllm import VllmConfig, config_from
 from worker.engines.vllm.package import read_package
@@ -116,6 +116,19 @@ def test_a_cpu_s_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache("--engine-args", '{"gpu_memory_utilization": 0.5}') is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert cache() is None
+
+
+def test_a_cpu_s_cache_fits_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine around it has: beyond its limit the kernel ends the process."""
+    for name, text in (("memory.max", str(2**30)), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "_free_on_machine", lambda: 2**40)
+    known = {*package().engine_fields, "kv_cache_memory_bytes"}
+    assert config().engine_arguments(known, "0.0", is_cpu=True)["kv_cache_memory_bytes"] == 2**28
+    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(free_memory, "_free_on_machine", lambda: None)
+    assert config().engine_arguments(known, "0.0", is_cpu=True)["kv_cache_memory_bytes"] == 2**32
 
 
 def test_what_contradicts_the_worker_is_refused() -> None:

@@ -30,7 +30,7 @@ from worker.engines import EngineInfo, EngineRequest, TokenDelta
 from worker.engines.trtllm.capabilities import read_package
 from worker.engines.trtllm.engine import TrtllmEngine
 from worker.engines.trtllm.settings import config_from
-from worker.errors import ConfigurationError, InvalidRequest, ServingError
+from worker.errors import ConfigurationError, InvalidRequest, RequestFailed, ServingError
 from worker.models import hub_checkpoint, is_hub_id
 from worker.sampling import SamplingParams
 
@@ -217,7 +217,8 @@ class Checklist:
 
     async def _tokens(self, chain: ProcessorChain | None = None, **fields: Any) -> list[int]:
         delta = await self._answer(chain, **{"ignore_eos": "stop_token_ids" not in fields, **fields})
-        assert delta.finish_reason != "error", delta.error
+        if delta.finish_reason == "error":
+            raise RequestFailed(str(delta.error))
         return delta.token_ids
 
     async def _answer(

@@ -5,17 +5,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from secrets import randbits
 from typing import Any
 
 from adapters.strict_json import decoder
 from worker.arguments import OPTIONS, Arguments
 from worker.arguments.yaml_file import load_yaml
+from worker.engines.free_memory import free_host_memory
 from worker.engines.images import ImageSources, image_sources
 from worker.engines.lora_adapters import Adapter, read_adapters
 from worker.engines.vllm.flags import read_flags
@@ -176,7 +175,8 @@ class VllmConfig:
         if is_cpu:
             check_empty_place(arguments, self.adapters)
         if is_cpu and not os.environ.get(SPACE_ON_CPU) and not any(name in arguments for name in SIZES_OF_CACHE):
-            arguments["kv_cache_memory_bytes"] = min(MAX_CACHE_ON_CPU, _available_memory() // 4)
+            free = free_host_memory()
+            arguments["kv_cache_memory_bytes"] = MAX_CACHE_ON_CPU if free is None else min(MAX_CACHE_ON_CPU, free // 4)
         for name in arguments:
             if name not in known:
                 close = get_close_matches(name, known, n=3)
@@ -251,13 +251,3 @@ def _given(text: str | None) -> dict[str, Any]:
         raise ConfigurationError(f"{FLAG}: is not JSON: {error}") from None
     assert isinstance(found, dict)
     return found
-
-
-def _available_memory() -> int:
-    """Bytes of memory that this machine can give without swapping; much where it does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return 4 * MAX_CACHE_ON_CPU
-    found = re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE)
-    return 4 * MAX_CACHE_ON_CPU if found is None else int(found[1]) * 1024

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,9 @@ from worker.frontdoor.values import printable
 _OWN = re.compile(r"file-[0-9a-f]{24}|[0-9a-f]{32}(\.[a-z]+)?")
 """Names of files that are made here: contents, and what has not come to its place."""
 
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+"""SQLite's codes for a write that the disk has no room for, or a quota does not allow."""
+
 SMALLEST = 4096
 """Bytes that each file counts for at least: a file of one byte takes a block, and a row."""
 
@@ -26,7 +30,8 @@ class StoredFiles:
     """The files of all clients.
 
     Content is on the disk before its row is, and the row is gone before the content, so that each
-    row has its content; content without a row is deleted by `sweep`.
+    row has its content, but for one that could not be deleted on a full disk; content without a row
+    is deleted by `sweep`.
 
     Args:
         database: Database with the rows.
@@ -133,11 +138,22 @@ class StoredFiles:
         return Page([file_of(row) for row in rows[:limit]], len(rows) > limit)
 
     def delete(self, owner: str, file_id: str) -> None:
-        """Delete a file of ``owner``.
+        """Delete a file of ``owner``. On a full disk its content makes the room that its row needs
+        to go; a row that stays even so can be deleted again.
 
         Raises:
             Refused: 404, there is none of this id; 400, an unfinished batch reads it.
         """
+        try:
+            self._delete_row(owner, file_id)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode not in _NO_ROOM:
+                raise
+            self.path(file_id).unlink(missing_ok=True)
+            self._delete_row(owner, file_id)
+        self.path(file_id).unlink(missing_ok=True)
+
+    def _delete_row(self, owner: str, file_id: str) -> None:
         with self._database.transaction() as connection:
             self.get(owner, file_id)
             reader = connection.execute(
@@ -147,7 +163,6 @@ class StoredFiles:
                 problem = f"{file_id} is the input of {reader['id']}, which has not ended; cancel the batch first"
                 raise Refused(400, problem, "id", code="file_in_use")
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
-        self.path(file_id).unlink(missing_ok=True)
 
     def open_content(self, owner: str, file_id: str) -> BinaryIO:
         """The content of a file of ``owner``.
@@ -183,15 +198,17 @@ class StoredFiles:
         return total or 0
 
     def delete_expired(self) -> None:
-        """Delete the files whose time is over, but those that an unfinished batch reads."""
-        with self._database.transaction() as connection:
-            expired = connection.execute(
-                "DELETE FROM files WHERE expires_at <= ? AND id NOT IN"
-                f" (SELECT input_file_id FROM batches WHERE status IN {sql_list(UNFINISHED)}) RETURNING id",
-                (int(self._now()),),
-            ).fetchall()
-        for row in expired:
+        """Delete the files whose time is over, but those that an unfinished batch reads. Contents
+        go first: nobody finds them any more, and on a full disk the rows need their room.
+        """
+        now = int(self._now())
+        are_over = (
+            f"expires_at <= ? AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN {sql_list(UNFINISHED)})"
+        )
+        for row in self._database.connection.execute(f"SELECT id FROM files WHERE {are_over}", (now,)).fetchall():
             self.path(row["id"]).unlink(missing_ok=True)
+        with self._database.transaction() as connection:
+            connection.execute(f"DELETE FROM files WHERE {are_over}", (now,))
 
     def sweep(self) -> None:
         """Delete contents without a row: what a crash has left. Before anything else is done.

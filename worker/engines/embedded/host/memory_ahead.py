@@ -8,6 +8,7 @@ for 60 of them.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -78,7 +79,8 @@ def _touch_in_thread(tensors: Sequence[torch.Tensor], after_s: float, is_over: t
                 return
             pause_s = _PAUSE * (time.perf_counter() - started_s)
 
-    in_daemon_thread("kv-memory", touch)
+    with contextlib.suppress(RuntimeError):  # the system has no thread for it: steps get the memory as they write
+        in_daemon_thread("kv-memory", touch)
 
 
 def populate(tensor: torch.Tensor) -> bool:

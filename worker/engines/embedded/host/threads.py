@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from worker.engines.embedded.host.control_groups import CGROUPS, OWN_CGROUPS, groups_of
+from worker.engines.control_groups import CGROUPS, OWN_CGROUPS, groups_of
 
 SMALL_CHECKPOINT = 32 * 2**20
 """Bytes of a checkpoint up to which one thread computes a step as fast as two do. Where the

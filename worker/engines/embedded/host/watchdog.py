@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import threading
@@ -145,6 +146,7 @@ os.register_at_fork(after_in_child=_reset_checks)  # threads stay with the paren
 
 def _end(watchdog: Watchdog) -> None:
     text = f"worker: error: engine broken: a step has taken more than {watchdog.timeout_s:g} s\n"
-    os.write(_STDERR, text.encode())
-    faulthandler.dump_traceback(file=_STDERR)
+    with contextlib.suppress(OSError):  # its disk is full, or its reader has gone
+        os.write(_STDERR, text.encode())
+        faulthandler.dump_traceback(file=_STDERR)
     os._exit(EXIT_STATUS)

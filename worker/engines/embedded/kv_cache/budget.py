@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from worker.engines.embedded.config import EmbeddedConfig
-from worker.engines.embedded.host.control_groups import CGROUPS, OWN_CGROUPS, groups_of
 from worker.engines.embedded.plan import Model
+from worker.engines.free_memory import free_host_memory
 from worker.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -175,61 +173,4 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that may still be allocated on `device`; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    known = [
-        free
-        for free in (_free_on_machine(), free_in_container(CGROUPS, OWN_CGROUPS), _free_addresses())
-        if free is not None
-    ]
-    return min(known, default=None)
-
-
-def _free_on_machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
-def _free_addresses() -> int | None:
-    """Bytes below the limit of this process's addresses (``ulimit -v``), which KV takes whole."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft == resource.RLIM_INFINITY:
-        return None
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError):
-        return soft
-    return max(0, soft - pages * resource.getpagesize())
-
-
-_LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Limit, use, and the cached files in use that the kernel gives back first; of cgroups version 2
-and 1.
-"""
-
-
-def free_in_container(root: Path, own: Path) -> int | None:
-    """Bytes below the memory limits of this process's control groups; None if they have none.
-
-    Args:
-        root: Mount point of the control groups.
-        own: The file that names this process's groups.
-    """
-    groups = list(groups_of("memory", root, own))
-    found = [free for group in groups for names in _LIMITS if (free := _free_in_group(group, *names)) is not None]
-    return min(found, default=None)
-
-
-def _free_in_group(group: Path, limit: str, used: str, cached: str) -> int | None:
-    try:
-        bound = (group / limit).read_text(encoding="ascii").strip()
-        in_use = int((group / used).read_text(encoding="ascii"))
-        stats = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        return None if bound == "max" else max(0, int(bound) - in_use + int(stats.get(cached, 0)))
-    except (OSError, ValueError):
-        return None
+    return free_host_memory()

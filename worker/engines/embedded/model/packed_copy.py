@@ -159,7 +159,10 @@ class PackedCopy:
                     raise
 
         thread = threading.Thread(target=work, name="packed-copy")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has none: the next start packs the weights again
+            logger.info("no packed weights are kept in %s: %s", self.path, error)
         return thread
 
     def _decoded(self, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -19,6 +19,7 @@ from nats.errors import Error as NatsError
 from tqdm import tqdm
 
 from adapters.standard_output import discard, write
+from adapters.whole_files import write_whole
 from worker.arguments.values import positive_seconds
 from worker.errors import ConfigurationError, ServingError, shown
 from worker.runtimes.nats import protocol
@@ -26,6 +27,7 @@ from worker.runtimes.nats.batch.backup import backup, restore
 from worker.runtimes.nats.batch.layout import PRIORITIES
 from worker.runtimes.nats.batch.store import BatchStatus, BatchStore, DamagedResults
 from worker.runtimes.nats.connection import ConnectionOptions, connect
+from worker.standard_error import say
 
 POLL_S = 0.5
 
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_connected(options, commands[options.command]))
     except (ServingError, NatsError, OSError) as error:
-        print(f"dlw-batch: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        say(f"dlw-batch: error: {str(error) or type(error).__name__}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -230,12 +232,12 @@ async def _cancel(client: Client, options: Any) -> int:
 
 
 async def _backup(client: Client, options: Any) -> int:
-    _print(f"{await backup(client, options.directory, _say)} streams\n")
+    _print(f"{await backup(client, options.directory, say)} streams\n")
     return 0
 
 
 async def _restore(client: Client, options: Any) -> int:
-    _print(f"{await restore(client, options.directory, _say)} streams\n")
+    _print(f"{await restore(client, options.directory, say)} streams\n")
     return 0
 
 
@@ -251,13 +253,9 @@ def _print(text: str, done: str = "") -> None:
 def _write(path: Path, text: str) -> None:
     """Write a file. Raises `ConfigurationError` with its name, which that of a full disk lacks."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from None
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def run() -> None:
