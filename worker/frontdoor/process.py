@@ -33,6 +33,7 @@ from worker.frontdoor.options import Options, parse_options
 from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
+from worker.installation import check_openengine
 from worker.models import hub_checkpoint, is_hub_id
 
 if TYPE_CHECKING:
@@ -91,13 +92,19 @@ def make_batches(door: FrontDoor) -> BatchService | None:
 
 
 async def serve(options: Options) -> None:
-    """Serve until a signal. Raises `StartupError`."""
+    """Serve until a signal.
+
+    Raises:
+        ConfigurationError: a package that ``--upstream`` needs is not installed.
+        StartupError: it cannot be served.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     engines = None
     if options.engines:
+        check_openengine("--upstream grpc://")
         from worker.frontdoor.openengine.opening import open_engines  # only here is gRPC needed
 
         engines = await asyncio.to_thread(open_engines, options)
