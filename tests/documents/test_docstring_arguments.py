@@ -39,7 +39,7 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
 
 
 def test_described_arguments_are_those_of_the_signature() -> None:
-    wrong = []
+    wrong: list[tuple[str, str, object]] = []
     for path, node in nodes():
         if isinstance(node, ast.ClassDef) and (told := described(node)):
             made = [each for each in node.body if isinstance(each, Function) and each.name == "__init__"]
