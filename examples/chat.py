@@ -14,8 +14,11 @@ from openai import OpenAI, OpenAIError
 
 def chat(options: argparse.Namespace) -> None:
     client = OpenAI(base_url=options.url, api_key="unused")
+    models = client.models.list().data
+    if not models:
+        raise SystemExit(f"error: {options.url}: no model is served there yet")
     stream = client.chat.completions.create(
-        model=client.models.list().data[0].id,
+        model=models[0].id,
         messages=[{"role": "user", "content": options.message}],
         temperature=options.temperature,
         seed=options.seed,

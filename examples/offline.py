@@ -1,7 +1,7 @@
 """Offline inference with the embedded engine: no server, no network, no other process.
 
 .venv/bin/python examples/offline.py  # a tiny model with random weights, made on first use
-.venv/bin/python examples/offline.py /models/my-model "Once upon a time" --seed 7 --n 2
+.venv/bin/python examples/offline.py /models/my-model "Once upon a time" --temperature 0.8 --n 2
 """
 
 from __future__ import annotations

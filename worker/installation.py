@@ -19,7 +19,7 @@ SNAPSHOT_DIRECTORY = "DYN_SNAPSHOT_CONTROL_DIR"
 SHUTDOWN_LIMIT = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
 
 _OF_OPENENGINE = ("protobuf", "googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection")
-"""Distributions that ``--runtime openengine`` needs."""
+"""Distributions that ``--runtime openengine`` and ``--upstream grpc://`` need."""
 
 
 def check_threads(environ: Mapping[str, str]) -> None:
@@ -57,12 +57,17 @@ def check_runtime(arguments: Arguments, environ: MutableMapping[str, str]) -> No
     elif arguments.runtime == "nats" and importlib.util.find_spec("nats") is None:
         raise ConfigurationError("--runtime nats: nats-py is not installed")
     elif arguments.runtime == "openengine":
-        for name in _OF_OPENENGINE:
-            try:
-                importlib.metadata.distribution(name)
-            except importlib.metadata.PackageNotFoundError:
-                problem = f"{name} is not installed; it is in the extra openengine"
-                raise ConfigurationError(f"--runtime openengine: {problem}") from None
+        check_openengine("--runtime openengine")
+
+
+def check_openengine(option: str) -> None:
+    """Raises `ConfigurationError` if a package that ``option`` needs for gRPC is not installed."""
+    for name in _OF_OPENENGINE:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            problem = f"{name} is not installed; it is in the extra openengine"
+            raise ConfigurationError(f"{option}: {problem}") from None
 
 
 def check_engine(arguments: Arguments) -> None:

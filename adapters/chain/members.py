@@ -150,6 +150,7 @@ def in_order(members: Sequence[Member], order: Sequence[str]) -> list[Member]:
     """``members`` as they act: by stage, ties as given; those of the late stages by ``order``.
 
     Args:
+        members: Members in the order of the request.
         order: Names of processors of the stages temperature and truncation, which then act as one
             stage. Those of these stages that are not named act after them.
     """

@@ -109,7 +109,7 @@ class Subject:
         cases += [Case(arguments, is_example=False) for arguments in self._made_up()]
         if not cases:
             problem = "no arguments could be generated from the schema; give examples"
-            raise CheckFailed(f"{problem} (examples=[...], --examples, or `examples` in the schema)")
+            raise CheckFailed(f"{problem} (examples=[...], --example, or `examples` in the schema)")
         scopes = [scope for scope in self.processor.scopes if scope != "all"]
         if not (self.context.think_start and self.context.think_end):
             scopes = []

@@ -93,6 +93,7 @@ def tag_matcher(vocabulary: Vocabulary, tag: Sequence[int]) -> TextMatcher:
     """Finds a tag: one token as that token, any other one as a text. Made once per vocabulary.
 
     Args:
+        vocabulary: Vocabulary of the model.
         tag: Ids of the tag, at least one.
     """
     if len(tag) == 1:

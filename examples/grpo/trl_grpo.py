@@ -14,15 +14,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error.name} is not installed: pip install trl accelerate datasets") from None
 import torch
-from datasets import Dataset
 from grpo import checkpoint
 from tasks import TASKS, Question
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
-from workers import Workers, address, checkpoint_directory
+from workers import WorkerError, Workers, address, checkpoint_directory
 
 from worker.engines.embedded.training import ExactLogprobs, Rollout
+from worker.errors import ServingError
 
 
 class ExactGrpoTrainer(GRPOTrainer):
@@ -66,7 +70,7 @@ class ExactGrpoTrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", type=checkpoint_directory, required=True, help="directory of the workers' checkpoint"
@@ -80,7 +84,10 @@ def main() -> None:
     parser.add_argument("--task", choices=list(TASKS), default="sums")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--answers", type=int, default=4)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     policy: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     workers = Workers(options.url, options.engine_url, options.engine_key)
@@ -136,4 +143,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        run(parsed())
+    except (WorkerError, ServingError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None

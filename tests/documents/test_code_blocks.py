@@ -199,6 +199,21 @@ def test_toml_is_read(block: Block) -> None:
     assert tomllib.loads(block.text)
 
 
+def test_requests_name_a_model_that_is_served() -> None:
+    """The quickstart's two, or another one that the page itself starts."""
+    named = re.compile(r"""(?:"model": ?|model=|WorkerClient\.connect\()"([^"]+)\"""")
+    unknown = {
+        (str(block), name)
+        for block in BLOCKS
+        if block.language in ("python", "py", "sh", "console", "js") and block.page != "docs/clients.md"
+        for name in named.findall(block.text)
+        if name not in ("my-model", "SmolLM2-135M-Instruct")
+        and not name.isupper()  # which the reader replaces
+        and not (name == "tiny-model" and re.search(r"MODEL_PATH=tiny|tiny model", text_of(block.page)))
+    }
+    assert unknown == set()
+
+
 def test_what_programs_import_is_exported() -> None:
     """A type checker shows nobody a name that a package has only imported itself."""
     trees = [ast.parse(block.text) for block in BLOCKS if block.language == "python"]

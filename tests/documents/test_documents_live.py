@@ -68,6 +68,29 @@ def _there(argument: str, served: LaunchedScript) -> str:
     return argument.replace("http://127.0.0.1:8000", address).replace("http://localhost:8000", address)
 
 
+FRAGMENTS = [
+    block
+    for block in BLOCKS
+    if block.page in ("docs/batches.md", "docs/client-package.md", "docs/responses.md")
+    and block.language in ("py", "python")
+    and "picture" not in block.text
+]
+"""Programs of pages whose clients are not, or not only, those that `Redirected` redirects."""
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in FRAGMENTS}))
+def test_fragments_are_answered(
+    page: str, served: LaunchedScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the page, as a reader types them."""
+    with httpx.Client(timeout=60) as http, files_in(tmp_path, monkeypatch):
+        monkeypatch.setattr(openai, "OpenAI", partial(openai.OpenAI, http_client=http, max_retries=0))  # type: ignore[arg-type]
+        names = taken_for_granted() | {"client": openai.OpenAI(base_url=served.url, api_key="unused")}
+        for block in (one for one in FRAGMENTS if one.page == page):
+            source = _there(block.text, served).replace('"my-model"', f'"{served.model}"')
+            exec(compile("\n" * (block.line - 1) + source, page, "exec"), names)
+
+
 class Redirected(httpx.BaseTransport):
     """Sends what goes to the documents' address and model to those of the script."""
 

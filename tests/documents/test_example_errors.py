@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from document_pages import ROOT
@@ -94,6 +96,37 @@ def test_wrong_settings_of_a_training(arguments: Sequence[str], problem: str, ti
     wanted = ["--model", str(tiny_model), "--engine-url", "http://127.0.0.1:1", "--engine-key", "K"]
     line = said("grpo/grpo.py", *wanted, "--output", str(tmp_path / "run"), *arguments)
     assert problem in line
+
+
+class NoModels(BaseHTTPRequestHandler):
+    """A server whose worker still loads: no model is listed."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"object": "list", "data": []}')
+
+
+def test_no_model_yet(tiny_model: Path, tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", free_port()), NoModels) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        asked = said("chat.py", "Hello", "--url", f"{url}/v1")
+        given = ["--model", str(tiny_model), "--url", url, "--engine-url", url, "--engine-key", "K"]
+        trained = said("grpo/grpo.py", *given, "--output", str(tmp_path / "run"))
+        server.shutdown()
+    assert asked == f"error: {url}/v1: no model is served there yet"
+    assert trained == f"error: {url}/v1/models: no model is served there yet"
+
+
+def test_a_package_that_an_example_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError(name=__name__)")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, str(ROOT / "examples/grpo/trl_grpo.py"), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    problem = "error: datasets is not installed: pip install trl accelerate datasets\n"
+    assert (done.returncode, done.stderr) == (1, problem)
 
 
 def test_a_run_is_not_written_over(tiny_model: Path, tmp_path: Path) -> None:

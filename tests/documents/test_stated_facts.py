@@ -252,6 +252,30 @@ def test_options_of_pages_exist(code: str) -> None:
             assert {*option.findall(prose_of(page))} - known - OTHERS_OPTIONS - MADE_OF_NAMES == set(), page
 
 
+OTHERS_IN_MESSAGES = {
+    *("--migration-limit", "--shm-size", "--ulimit", "--hash"),  # of Dynamo, Docker, pip
+    *("--logits-processors", "--middleware", "--worker-extension-cls"),  # vLLM's
+    "--vllm",  # of scripts/install
+    *("--max-num-queued-reqs", "--max-num-queued-tokens"),
+}
+
+
+def test_options_that_messages_name_exist() -> None:
+    """Those of other workers that ours takes too are read from tables, by others' names."""
+    option = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
+    texts = {
+        (path, node.value)
+        for folder in ("worker", "adapters")
+        for path, tree in sources(folder)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    known = {each.flag for each in (*OPTIONS, *FRONT_DOOR_OPTIONS)} | {text for _, text in texts}
+    for path, text in texts:
+        if not path.startswith("worker/arguments/dynamo/") and "\n" not in text:
+            assert {*option.findall(text)} - known - OTHERS_IN_MESSAGES == set(), path
+
+
 def test_metrics_of_pages_exist(code: str) -> None:
     listed = {name for row in rows_of("docs/metrics.md", first="metric") for name in re.findall(r"`(dlw_\w+)`", row[0])}
     of_front_doors = set(re.findall(r"\"(dlw_upstream_\w+)\"", code))

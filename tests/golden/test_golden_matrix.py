@@ -98,7 +98,7 @@ def test_the_page_is_what_the_script_finds(name: str, tmp_path: Path) -> None:
 
 
 def test_cells_that_are_not_as_on_the_page_are_found() -> None:
-    cells = {"greedy": "refused: best_of must be 1 when decoding is greedy, got 3", "seeded": "equal"}
+    cells = {"greedy": "refused: n must be 1 when decoding is greedy, got 3", "seeded": "equal"}
     run = {"cells": {"top_k": {"migrated": dict.fromkeys(SAMPLINGS, "equal"), "n-th choice, offline": cells}}}
     assert differences(run) == []
     run["cells"]["top_k"]["migrated"]["seeded"] = "refused: why"  # type: ignore[index]

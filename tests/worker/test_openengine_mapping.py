@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from worker.arguments import parse_arguments
 from worker.errors import ConfigurationError, InvalidRequest
+from worker.frontdoor.options import parse_options
+from worker.frontdoor.process import serve
 from worker.installation import check_runtime
 from worker.requests.continuation import COMPUTED_WITH
 from worker.requests.fields import FIELDS as REQUEST_FIELDS
@@ -309,6 +311,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.metadata, "distribution", without_grpc)
     with pytest.raises(ConfigurationError, match="openengine: grpcio is not installed; it is in the extra openengine"):
         check_runtime(arguments, {})
+    with pytest.raises(ConfigurationError, match="--upstream grpc://: grpcio is not installed; it is in the extra"):
+        asyncio.run(serve(parse_options(["--upstream", "grpc://127.0.0.1:1", "--model-path", "/models/tiny"], {})))
 
 
 def test_no_runtime_is_in_its_process() -> None:

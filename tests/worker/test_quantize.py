@@ -67,6 +67,19 @@ def test_a_tokenizer_of_another_model_is_told_in_one_line(tmp_path: Path, capsys
     assert said[-1].startswith("worker quantize: error: prompts[0].")
 
 
+def test_what_is_wrong_is_told_before_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, there = write_tiny_model(tmp_path / "model"), tmp_path / "there"
+    there.mkdir()
+    assert main([str(model), "--to", "int8", "--report", "--output", str(there)]) == 1
+    assert main([str(tmp_path / "none"), "--to", "int8", "--report"]) == 1
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.splitlines() == [
+        f"worker quantize: error: --output {there}: it is there already",
+        f"worker quantize: error: {tmp_path / 'none'}: no such directory",
+    ]
+
+
 def test_a_report_that_nobody_reads_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = write_tiny_model(tmp_path / "source"), tmp_path / "int8"
     monkeypatch.setattr(command, "report", lambda *options: ["one line", "another"])

@@ -34,6 +34,7 @@ from worker.frontdoor.server import FrontDoor
 from worker.frontdoor.uploads import Uploads
 from worker.frontdoor.upstreams import Upstreams
 from worker.importing import end_at_once
+from worker.installation import check_openengine
 from worker.models import hub_checkpoint, is_hub_id
 from worker.standard_error import say
 
@@ -95,13 +96,19 @@ def make_batches(door: FrontDoor) -> BatchService | None:
 
 
 async def serve(options: Options) -> None:
-    """Serve until a signal. Raises `StartupError`."""
+    """Serve until a signal.
+
+    Raises:
+        ConfigurationError: a package that ``--upstream`` needs is not installed.
+        StartupError: it cannot be served.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in _SIGNALS:
         signal.signal(number, end_at_once)  # nothing is under way yet, and a tokenizer takes seconds
     engines = None
     if options.engines:
+        check_openengine("--upstream grpc://")
         from worker.frontdoor.openengine.opening import open_engines  # only here is gRPC needed
 
         engines = await asyncio.to_thread(open_engines, options)

@@ -21,7 +21,7 @@ from worker.engines.embedded.config import ACTIVATION_DTYPES, DTYPES, KV_CACHE_D
 from worker.engines.embedded.model.quantisation import FORMATS
 from worker.errors import ServingError, StartupError, one_line
 from worker.models import convert_gguf, find_gguf, hub_checkpoint, is_hub_id, model_cache
-from worker.quantize.output import write_quantised
+from worker.quantize.output import check_is_new, write_quantised
 from worker.quantize.report import report
 from worker.standard_error import say
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes what is half done
     try:
+        if options.output is not None:
+            check_is_new(options.output)  # a report takes minutes
         source = _checkpoint(options.model)
         if options.report:
             measured = report(source, options.to, options.activation_dtype, options.kv_cache_dtype, options.dtype)
@@ -81,6 +83,8 @@ def _checkpoint(path: Path) -> Path:
     file = find_gguf(path)
     if file is not None:
         return convert_gguf(file, model_cache(os.environ), _say)
+    if not path.exists():
+        raise StartupError(f"{path}: no such directory")
     if not (path / "config.json").is_file():
         raise StartupError(f"{path}: no config.json, so not a Hugging Face checkpoint")
     return path

@@ -47,14 +47,19 @@ def write_quantised(source: Path, to: str, directory: Path) -> None:
         files = _checked(source, config, to)
     except ModelFileError as error:
         raise StartupError(f"{source}: {error}") from None
-    if directory.exists():
-        raise StartupError(f"--output {directory}: it is there already")
+    check_is_new(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="partial-", dir=directory.parent) as work:
         written = Path(work) / directory.name
         written.mkdir()
         _write(files, to, written, config)
         written.rename(directory)
+
+
+def check_is_new(directory: Path) -> None:
+    """Raises `StartupError` if the directory to write is there."""
+    if directory.exists():
+        raise StartupError(f"--output {directory}: it is there already")
 
 
 def _checked(source: Path, config: dict[str, Any], to: str) -> WeightFiles:

@@ -313,7 +313,8 @@ class SamplingParams:
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
         if self.best_of is not None and self.best_of > 1 and not self.use_beam_search and self.is_greedy:
-            raise ValueError(f"best_of must be 1 when decoding is greedy, got {self.best_of}")
+            name = "best_of" if self.best_of > self.n else "n"
+            raise ValueError(f"{name} must be 1 when decoding is greedy, got {self.best_of}")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
         if self.logprobs_simple_format and (self.logprobs != 0 or self.use_beam_search):

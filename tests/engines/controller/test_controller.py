@@ -335,7 +335,8 @@ def test_top_n_errors(arguments: dict[str, Any], problem: str) -> None:
         ({"logits_processor": print}, "logits_processor must be a list of callables"),
         ({"processors": {"name": "min_tokens"}}, "processors must be a list of processors by name"),
         ({"n": 0}, "n must"),
-        ({"n": 2, "temperature": 0.0}, "best_of"),
+        ({"n": 2, "temperature": 0.0}, "n must be 1"),
+        ({"best_of": 2, "temperature": 0.0}, "best_of must be 1"),
     ],
 )
 def test_values_out_of_range(values: dict[str, Any], field: str) -> None:

@@ -466,6 +466,26 @@ def test_a_start_needs_no_thread_for_it(
     assert torch.equal(logits(model), logits(load(checkpoint, packed_copy="off")))
 
 
+ENDS = """
+import concurrent.futures.thread as pools, time
+from worker.engines.embedded.model.packed_copy import PackedCopy
+
+def write(copy, *given):
+    while not pools._shutdown:
+        time.sleep(0.01)
+    pools.ThreadPoolExecutor(1).submit(print)  # as the digest of a file does
+
+PackedCopy.write = write
+pools.ThreadPoolExecutor(1).submit(time.sleep, 1)  # for which the main thread waits when it ends
+object.__new__(PackedCopy).write_beside(None)
+"""
+
+
+def test_a_process_that_ends_meanwhile_says_nothing() -> None:
+    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
 def test_one_that_another_process_wrote_meanwhile_stays(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

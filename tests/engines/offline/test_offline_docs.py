@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,10 +81,24 @@ def test_offline_fields() -> None:
     assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == HONOURED
 
 
+EXAMPLE = ROOT / "examples" / "offline.py"
+SHOWN = re.findall(r"^\.venv/bin/python examples/offline\.py(.*?)(?: +#.*)?$", EXAMPLE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", SHOWN)
+def test_the_commands_that_the_example_shows_run(shown: str, checkpoints: dict[str, Path]) -> None:
+    given = shlex.split(shown.replace("/models/my-model", str(checkpoints["llama"])))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLE), *given, "--max-tokens", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_the_example_runs() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / "offline.py"), "--max-tokens", "4", "--stop", "never so"]
+    command = [sys.executable, str(EXAMPLE), "--max-tokens", "4", "--stop", "never so"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("'Once upon a time'") == 2

@@ -108,7 +108,8 @@ class Texts:
         Args:
             tokenizer: Tokenizer; its ``detokenize`` gets `skip_special_tokens` if it takes it.
             tokens: Ids.
-            remove_EOD: Drop every ``eod`` at the end. skip_special_tokens: Omit special tokens.
+            remove_EOD: Drop every ``eod`` at the end.
+            skip_special_tokens: Omit special tokens.
         """
         ids = list(tokens)
         while remove_EOD and ids and ids[-1] == tokenizer.eod:

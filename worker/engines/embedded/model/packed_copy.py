@@ -154,8 +154,8 @@ class PackedCopy:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
             try:
                 self.write(value, threading.main_thread().is_alive)
-            except RuntimeError:  # pools of threads take no more work by then
-                if threading.main_thread().is_alive():
+            except RuntimeError as error:  # pools of threads take no more work by then
+                if threading.main_thread().is_alive() and "interpreter shutdown" not in str(error):
                     raise
 
         thread = threading.Thread(target=work, name="packed-copy")
