@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, said, said_before_calls, written
 
 from adapters.calls import FORMATS
+from adapters.calls.xml_values import value_of
 from worker.frontdoor.calls import CallParser, Kinds
 from worker.frontdoor.chat_stream import assembled
 from worker.frontdoor.tool_stage import ToolStage
@@ -27,6 +28,8 @@ KEYS: Kinds = {
     "many": {"array"},
     "deep": {"object", "null"},
     "yes": {"boolean"},
+    "maybe": {"string", "null", "boolean", "number"},
+    "any": {"string", "null", "boolean", "number", "array", "object"},
 }
 TOOLS = dict.fromkeys(NAMES, KEYS)
 FRAGMENTS = (
@@ -164,6 +167,13 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text stays one where other types are allowed, and holds no tag behind it."""
+    return value_of(text, KEYS["any"]) == text if not text.startswith(("[", "{")) and "</" not in text else False
+
+
 ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
@@ -172,6 +182,8 @@ ARGUMENTS = st.fixed_dictionaries(
         "many": st.lists(VALUES, max_size=3),
         "deep": st.dictionaries(TEXTS, VALUES, max_size=3) | st.none(),
         "yes": st.booleans(),
+        "maybe": SCALARS | TEXTS.filter(is_plain),
+        "any": VALUES.filter(lambda value: not isinstance(value, str) or is_plain(value)),
     },
 )
 CALLS = st.lists(st.builds(Call, st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=4)
