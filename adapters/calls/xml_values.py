@@ -55,12 +55,27 @@ _PATTERNS: dict[Kind, str] = {
     "object": r"\{(?s:.*)",
 }
 
+_WORDS: dict[Kind, tuple[str, ...]] = {"null": ("null",), "boolean": ("true", "false")}
+
 
 def no_strings(kinds: Set[Kind]) -> str | None:
     """Regular expression of the texts that are no string where ``kinds`` are allowed, which Python
     and Rust read alike; None if every text is a string.
     """
     return "|".join(f"(?:{pattern})" for kind, pattern in _PATTERNS.items() if kind in kinds) or None
+
+
+def may_be_no_string(text: str, kinds: Set[Kind]) -> bool:
+    """Whether a text that begins with ``text`` may be no string where ``kinds`` are allowed: it is
+    certain at the first character that `no_strings` does not have there.
+    """
+    first = text[:1]
+    return (
+        ("array" in kinds and first in ("", "["))
+        or ("object" in kinds and first in ("", "{"))
+        or ("number" in kinds and not text.strip("+-.0123456789eE"))
+        or any(word.startswith(text) for kind in kinds for word in _WORDS.get(kind, ()))
+    )
 
 
 def value_of(text: str, kinds: Set[Kind]) -> Any:

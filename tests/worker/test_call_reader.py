@@ -71,6 +71,25 @@ def test_arguments_of_a_call_that_is_certain_come_at_once(enforced: bool) -> Non
     assert "".join(each.text for each in pieces if isinstance(each, CallArguments)).endswith('"}')
 
 
+@pytest.mark.parametrize(
+    ("kinds", "begun", "held"),
+    [
+        ({"string", "null"}, "nul", True),
+        ({"string", "null"}, "nulls and more", False),
+        ({"string", "number"}, "-12.5", True),
+        ({"string", "number"}, "-12.5 m", False),
+        ({"string", "null"}, "-12.5", False),
+        ({"string", "boolean", "array"}, "The answer", False),
+    ],
+)
+def test_a_text_of_several_types_waits_while_it_may_be_another(kinds: Any, begun: str, held: bool) -> None:
+    """All of it waited for its end, however long it was, where the schema allows null beside it."""
+    parser = CallParser(FORMATS["qwen3_coder"], {"f": {"text": kinds}})
+    pieces = parser.feed(f"<tool_call>\n<function=f>\n<parameter=text>\n{begun}\n")
+    text = "".join(each.text for each in pieces if isinstance(each, CallArguments))
+    assert text == ('{"text": ' if held else f'{{"text": "{begun}')
+
+
 @pytest.mark.parametrize("enforced", [True, False])
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.ends])
 def test_what_follows_the_calls_that_end_an_answer_is_no_text(name: str, enforced: bool) -> None:

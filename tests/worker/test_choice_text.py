@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,25 @@ def test_chunks_of_any_size_are_the_same_answer(
     assert usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"]
     if "stop_string" not in found:
         assert (found["token_ids"], found["text"]) == (token_ids, decoded(token_ids))
+
+
+@pytest.mark.parametrize("stops", [[], ["zz"]])
+def test_a_token_copies_no_text_before_it(stops: list[str]) -> None:
+    """Each copied all of it: of 60,000 tokens one took five times as long as of 3,000."""
+    texts = ("a" * 2**22, "b")
+    decode = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(texts[each] for each in ids))
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=decode)
+    choice = ChoiceText(parse({"token_ids": PROMPT[1:2], "stop_conditions": {"stop": stops}}, tokenizer), tokenizer)
+    sizes = [len((choice.chunk({"token_ids": [each], "index": 0}) or {})["text"]) for each in [0, *[1] * 40]]
+    assert sizes == [2**22, *[1] * 40]
+    tracemalloc.start()
+    try:
+        for _ in range(2):  # with the first one the text is known to it
+            tracemalloc.reset_peak()
+            assert choice.chunk({"token_ids": [1], "index": 0}) == {"token_ids": [1], "index": 0, "text": "b"}
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * 2**22  # one text, rather than two
+    finally:
+        tracemalloc.stop()
 
 
 def told(chunks: Sequence[dict[str, Any]], *, is_first: bool) -> list[dict[str, Any]]:

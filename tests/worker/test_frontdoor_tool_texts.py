@@ -155,11 +155,13 @@ def test_a_template_with_tools_and_without_results() -> None:
 
 
 def test_a_template_of_one_call_at_a_time() -> None:
-    body = written(replace(WHOLE, several=False), USER, {**CALLED, "content": "I look."}, *RESULTS, USER)
+    """Each message had the thinking, which a template then shows as often as there are calls."""
+    said = {"content": "I look.", "reasoning_content": "Hm."}
+    body = written(replace(WHOLE, several=False), USER, {**CALLED, **said}, *RESULTS, USER)
     first, second = CALLED["tool_calls"]
     assert body["messages"] == [
         USER,
-        {"role": "assistant", "content": "I look.", "tool_calls": [first]},
+        {"role": "assistant", **said, "tool_calls": [first]},
         RESULTS[0],
         {"role": "assistant", "content": "", "tool_calls": [second]},
         RESULTS[1],

@@ -228,6 +228,23 @@ def test_log_probabilities_of_a_message_have_no_thinking(answer: bytes, sizes: l
     assert b"".join(bytes(each["bytes"]) for each in part["logprobs"]) == answer
 
 
+def test_log_probabilities_of_a_message_have_no_call() -> None:
+    """Those of the marks before a call did, and those of the marks behind it in the next one."""
+    tokens = ["Hi ", "you", "<tool", "_call>", '{"name": "f"', ', "arguments": ', "{}", "}", "</tool_call>", "Do", "ne"]
+    stage, items = ToolStage(lambda: CallParser(FORMATS["neutral"], {"f": {}})), OutputItems(0)
+    for place, token in enumerate(tokens, 1):
+        ends = "stop" if place == len(tokens) else None
+        for each in stage.feed(chunk(ends, {"content": [logprob(token)]}, content=token)):
+            list(items.events(each["choices"][0]))
+    list(items.end("completed"))
+    first, called, last = items.items
+    assert called["arguments"] == "{}"
+    for message, text in ((first, ["Hi ", "you"]), (last, ["Do", "ne"])):
+        (part,) = message["content"]
+        assert part["text"] == "".join(text)
+        assert [each["token"] for each in part["logprobs"]] == text
+
+
 def test_receipts_come_with_the_response() -> None:
     first = {"nvext": {"engine_data": {"logits_processors": {"receipt": 1}}}}
     chunks = [chunk(content="a"), {**chunk("stop"), **first}, usage()]

@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, said, said_before_calls, written
 
 from adapters.calls import FORMATS
+from adapters.calls.xml_values import value_of
 from worker.frontdoor.calls import CallParser, Kinds
 from worker.frontdoor.chat_stream import assembled
+from worker.frontdoor.messages.chat_paths import ChatPaths
+from worker.frontdoor.messages.events import MessageEvents
+from worker.frontdoor.messages.message import input_of, whole_message
+from worker.frontdoor.messages.request import TranslatedRequest
 from worker.frontdoor.tool_stage import ToolStage
 
 NAMES = ("f", "get_weather", "a.b-c", "get")
@@ -27,6 +32,8 @@ KEYS: Kinds = {
     "many": {"array"},
     "deep": {"object", "null"},
     "yes": {"boolean"},
+    "maybe": {"string", "null", "boolean", "number"},
+    "any": {"string", "null", "boolean", "number", "array", "object"},
 }
 TOOLS = dict.fromkeys(NAMES, KEYS)
 FRAGMENTS = (
@@ -164,6 +171,13 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text stays one where other types are allowed, and holds no tag behind it."""
+    return value_of(text, KEYS["any"]) == text if not text.startswith(("[", "{")) and "</" not in text else False
+
+
 ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
@@ -172,6 +186,8 @@ ARGUMENTS = st.fixed_dictionaries(
         "many": st.lists(VALUES, max_size=3),
         "deep": st.dictionaries(TEXTS, VALUES, max_size=3) | st.none(),
         "yes": st.booleans(),
+        "maybe": SCALARS | TEXTS.filter(is_plain),
+        "any": VALUES.filter(lambda value: not isinstance(value, str) or is_plain(value)),
     },
 )
 CALLS = st.lists(st.builds(Call, st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=4)
@@ -414,6 +430,34 @@ def test_ids_are_those_of_request_choice_and_call() -> None:
     (call,) = made[0]["choices"][0]["delta"]["tool_calls"]
     assert len(call["id"]) == 9
     assert call["id"].isalnum()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_thinking_within_a_call_comes_behind_it(data: st.DataObject) -> None:
+    """Messages and Responses have one block at a time: the answer ended with an error there."""
+    calls = [Call("f", {"text": "a"}), Call("f", {})]
+    text = written("neutral", *calls) + data.draw(st.sampled_from(["", "And"]))
+    text = text[: data.draw(st.integers(0, len(text)))]
+    at, made, thoughts = stage("neutral"), list[dict[str, Any]](), ""
+    for number, part in enumerate(data.draw(split(text))):
+        made.append(chunk({"content": part}))
+        if data.draw(st.booleans()):
+            made.append(chunk({"reasoning_content": f"{number}."}))
+            thoughts += f"{number}."
+    made.append(chunk({}, finish_reason="length"))
+    deltas = staged(at, made)
+    message = assembled(deltas)["choices"][0]["message"]
+    assert message.pop("reasoning_content", "") == thoughts
+    whole_text = staged(stage("neutral"), [chunk({"content": text}, finish_reason="length")])
+    assert message == assembled(whole_text)["choices"][0]["message"]
+    usage = {"id": ID, "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+    events = MessageEvents(TranslatedRequest({}, ChatPaths(), max_tokens=9))
+    blocks = whole_message([each for one in [*deltas, usage] for each in events.take(one)] + events.end())["content"]
+    assert [block["input"] for block in blocks if block["type"] == "tool_use"] == [
+        input_of(each["function"]["arguments"]) for each in message.get("tool_calls", ())
+    ]
+    assert "".join(block["thinking"] for block in blocks if block["type"] == "thinking") == thoughts
 
 
 def test_what_a_chunk_has_beside_text_comes_once() -> None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from worker.frontdoor.calls import CallArguments, CallBegin, CallParser, Piece, TextPiece
+from worker.frontdoor.calls import CallArguments, CallBegin, CallParser, Piece, TextPiece, ThinkingPiece
 
 Chunk = dict[str, Any]
 """A ``chat.completion.chunk`` of OpenAI's API."""
@@ -14,7 +14,7 @@ Chunk = dict[str, Any]
 _ONCE = ("usage", "nvext")
 """Keys of a chunk that are in the last one of those that are made of it."""
 
-_WRITTEN = ("role", "content")
+_WRITTEN = ("role", "content", "reasoning_content")
 """Keys of a delta that the stage writes itself."""
 
 
@@ -25,7 +25,7 @@ class ToolStage:
     are always a beginning of JSON. Each token's log probabilities are in the first chunk that is
     made of the token's own, also those of tokens that are no text. A ``finish_reason`` of ``stop``
     becomes ``tool_calls`` if there are calls and the last one is complete; ``length`` stays. Calls
-    that a chunk already has pass.
+    that a chunk already has pass. Thinking in the middle of a call waits for the end of the call.
 
     The text of a choice gives the same deltas however it is split into chunks, but for the places
     where they are split.
@@ -74,14 +74,19 @@ class _Choice:
         self._name = name
         self._short_ids = short_ids
         self._has_begun = False
+        self._thoughts: list[str] = []  # thinking that has come in the middle of a call
 
     def deltas(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of the chunks that one choice of a chunk gives."""
         delta, finish_reason = choice.get("delta") or {}, choice.get("finish_reason")
+        self._thoughts += [delta["reasoning_content"]] if delta.get("reasoning_content") else []
+        before = [] if self._parser.is_within_call else self._taken_thoughts()
         pieces = self._parser.feed(delta.get("content") or "")
         if finish_reason is not None:
             pieces += self._parser.end(finish_reason)
-        made = list(self._written(delta, pieces))
+        made = [*self._written(delta, [*before, *pieces])]
+        if finish_reason is not None or not self._parser.is_within_call:
+            made += self._written({}, self._taken_thoughts())
         if not made and (choice.get("logprobs") or finish_reason is not None or not self._has_begun):
             made = [{}]
         if made and not self._has_begun:
@@ -94,11 +99,18 @@ class _Choice:
             choices[-1]["finish_reason"] = self._finish_reason(finish_reason)
         return choices
 
+    def _taken_thoughts(self) -> list[Piece]:
+        """The thinking that has come and was not handed on."""
+        thoughts, self._thoughts = self._thoughts, []
+        return [ThinkingPiece("".join(thoughts))] if thoughts else []
+
     def _written(self, delta: dict[str, Any], pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         kept = {key: value for key, value in delta.items() if key not in _WRITTEN and value is not None}
         if kept:
             yield kept
         for piece in pieces:
+            if not isinstance(piece, CallArguments):
+                yield from self._written({}, self._taken_thoughts())
             if isinstance(piece, CallBegin):
                 function = {"name": piece.name, "arguments": ""}
                 yield {

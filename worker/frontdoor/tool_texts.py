@@ -202,12 +202,15 @@ def _as_the_template_takes_them(messages: list[dict[str, Any]], support: ToolSup
 
 
 def _one_by_one(message: dict[str, Any], calls: list[Any], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A message for each call, and its result behind it; those without a call last."""
+    """A message for each call, and its result behind it; those without a call last. Thinking and
+    text are in the first one alone.
+    """
+    later = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": ""}
     by_id: dict[Any, list[dict[str, Any]]] = {}
     for result in results:
         by_id.setdefault(result.get("tool_call_id"), []).append(result)
     for index, call in enumerate(calls):
-        yield {**message, "content": message.get("content") if index == 0 else "", "tool_calls": [call]}
+        yield {**(later if index else {**message, "content": message.get("content")}), "tool_calls": [call]}
         yield from by_id.pop(call.get("id"), ()) if isinstance(call, dict) else ()
     yield from (result for result in results if result.get("tool_call_id") in by_id)
 

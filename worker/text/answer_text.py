@@ -72,13 +72,14 @@ class AnswerText:
         """Number of characters of `shown`."""
         return len(self.text) - (0 if self.stopped_by is not None else self._begun.length)
 
-    def text_of(self, num_tokens: int) -> str:
+    def text_of(self, num_tokens: int, start: int = 0) -> str:
         """The text of the first `num_tokens`, all of them among `num_shown_tokens`, where there are
-        stop strings; else `shown`.
+        stop strings; else `shown`. Of either the part from the offset `start` on, and no more of it
+        is copied.
         """
         if not self._stops:
-            return self.shown
-        return self._text[: self._ends[num_tokens - 1]] if num_tokens else ""
+            return self.text[start : self._num_final]
+        return self._text[start : self._ends[num_tokens - 1]] if num_tokens else ""
 
     def resume(self, token_ids: Sequence[int], num_too_short: int = 0) -> int:
         """Take the tokens of the answer so far, before any other: a stop string may have begun in
@@ -121,12 +122,18 @@ class AnswerText:
 
     def _decode_later(self) -> None:
         if self._later:
-            self._text += self._pieces.append(*self._later)
+            self._grow(self._pieces.append(*self._later))
             self._ends += [len(self._text) + self._pieces.num_held_back] * len(self._later)
             self._later = []
 
+    def _grow(self, piece: str) -> None:
+        """Add to the text, which CPython does not copy where it has no other reference."""
+        text, self._text = self._text, ""
+        text += piece
+        self._text = text
+
     def _add(self, piece: str) -> None:
-        self._text += piece
+        self._grow(piece)
         self._begun.append(piece)
         if self.is_too_short:
             self._floor = self._first = len(self._text)

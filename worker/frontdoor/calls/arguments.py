@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import TypeAlias
 
 from adapters.calls import Notation
-from adapters.calls.xml_values import TAGS, Kind, Tags, value_of
+from adapters.calls.xml_values import TAGS, Kind, Tags, may_be_no_string, value_of
 from worker.frontdoor.calls.json_text import JSON_WORDS, PYTHON_WORDS, Emit, json_object, json_value
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
 
@@ -58,10 +58,10 @@ def _tagged(reader: TextReader, emit: Emit, end: str, kinds: Kinds, tags: Tags) 
         emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
         allowed = kinds.get(key, frozenset[Kind]())
-        if allowed == {"string"}:
-            yield from _tagged_string(reader, emit, tags.stop)
-        elif (yield from _is_json(reader, allowed)):
+        if (yield from _is_json(reader, allowed)):
             yield from _tagged_json(reader, emit, tags.stop)
+        elif allowed == {"string"} or (yield from _is_string(reader, tags.stop, allowed)):
+            yield from _tagged_string(reader, emit, tags.stop)
         else:
             emit(_json_of((yield from _until(reader, tags.stop)), allowed))
         yield from reader.one_of([tags.rest])
@@ -84,6 +84,17 @@ def _is_json(reader: TextReader, kinds: Set[Kind]) -> Reading[bool]:
     return (first == "{" and "object" in kinds) or (first == "[" and "array" in kinds)
 
 
+def _is_string(reader: TextReader, stop: str, kinds: Set[Kind]) -> Reading[bool]:
+    """Whether the text up to ``stop`` is a string, as far as that is certain before its end."""
+    while reader.find(stop) < 0:
+        if not may_be_no_string(reader.ahead[: len(reader.ahead) - _held_back(reader, stop)], kinds):
+            return True
+        if reader.ended:
+            raise Cut
+        yield
+    return False
+
+
 def _tagged_json(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
     """JSON up to ``stop``, which is handed on as it comes."""
     yield from json_value(reader, emit)
@@ -96,11 +107,15 @@ def _tagged_string(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
     while (at := reader.find(stop)) < 0:
         if reader.ended:
             raise Cut
-        held = next(n for n in range(len(stop) - 1, -1, -1) if reader.ahead.endswith(stop[:n]))
-        emit(_escaped(reader.take(len(reader.ahead) - held)))
+        emit(_escaped(reader.take(len(reader.ahead) - _held_back(reader, stop))))
         yield
     emit(_escaped(reader.take(at)) + '"')
     reader.take(len(stop))
+
+
+def _held_back(reader: TextReader, stop: str) -> int:
+    """Characters at the end of the text that has come that may be the beginning of ``stop``."""
+    return next(n for n in range(len(stop) - 1, -1, -1) if reader.ahead.endswith(stop[:n]))
 
 
 def _escaped(text: str) -> str:

@@ -66,6 +66,11 @@ class CallParser:
         """Whether there are calls, and the last one is complete."""
         return self._output.num_calls > 0 and self._output.is_complete
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether a call has begun whose arguments are not complete."""
+        return not self._output.is_complete
+
     def feed(self, text: str) -> list[Piece]:
         """The pieces that the next part of the answer makes certain."""
         self._reader.add(text)

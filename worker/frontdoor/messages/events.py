@@ -37,7 +37,7 @@ class MessageEvents:
         self._open: str | None = None  # type of the open block
         self._unsent: Object | None = None  # the open block, before anything of it is sent
         self._open_call: int | None = None  # index of the open block's call in the chat
-        self._thought = ""
+        self._thoughts: list[str] = []  # parts of the open block's
         self._has_calls = False
         self._has_begun = False
         self._finish_reason: str | None = None
@@ -132,7 +132,7 @@ class MessageEvents:
             return []
         events = [] if self._unsent is None else [self._begin(self._unsent)]
         if kind == "thinking":
-            self._thought += text
+            self._thoughts.append(text)
             if not self._request.shows_thoughts:
                 return events
         return [*events, self._delta_event({"type": _DELTA_TYPES[kind], _DELTAS[kind]: text})]
@@ -142,7 +142,8 @@ class MessageEvents:
 
     def _close(self, *, is_last: bool = False) -> list[Event]:
         """End the open block, if there is one; an empty one is left out."""
-        if is_last and self._finish_reason == "stop" and not self._ends_at_token:
+        is_stop = self._finish_reason == "stop" or (self._finish_reason == "tool_calls" and self._open == "text")
+        if is_last and is_stop and not self._ends_at_token:
             rest, self._stop_sequence = self._held.stop()
         else:
             rest = self._held.release()
@@ -152,9 +153,9 @@ class MessageEvents:
         if kind is None or not is_sent:
             return events
         if kind == "thinking":
-            signature = signature_of(self._thought, is_shown=self._request.shows_thoughts)
+            signature = signature_of("".join(self._thoughts), is_shown=self._request.shows_thoughts)
             events.append(self._delta_event({"type": "signature_delta", "signature": signature}))
-            self._thought = ""
+            self._thoughts = []
         return [*events, {"type": "content_block_stop", "index": self._num_blocks - 1}]
 
     def _stop_reason(self, deadline: float | None) -> str:

@@ -44,10 +44,10 @@ class OutputItems:
             self._before, self._logprobs = self._logprobs, []
         if text:
             yield from self._of_text(text)
+        if calls:
+            self._logprobs = []  # a response has none of their tokens, nor of the marks around them
         for call in calls or ():
             yield from self._of_call(call)
-        if calls:
-            self._logprobs = []  # a response has none of their tokens
 
     def end(self, status: str) -> Iterator[Event]:
         """The events of the end; a completed response has a message or a call, be it empty.
@@ -66,7 +66,7 @@ class OutputItems:
         yield from self._open.add(text)
 
     def _of_text(self, text: str) -> Iterator[Event]:
-        if isinstance(self._open, ReasoningOutput):
+        if isinstance(self._open, ReasoningOutput | CallOutput):
             self._logprobs = _last_tokens(self._before + self._logprobs, text)
         if not isinstance(self._open, MessageOutput):
             yield from self._opened(MessageOutput(len(self.items)))

@@ -106,9 +106,9 @@ class ChoiceText:
                 del values[:count]
         self._num_sent += count
         if self._request.wants_text:
-            text = answer.text if is_last else answer.text_of(self._num_sent)
-            chunk["text"] = text[self._sent_text :]
-            self._sent_text = max(self._sent_text, len(text))  # a stop string may have begun in what was sent
+            sent = self._sent_text  # a stop string may have begun in it
+            chunk["text"] = answer.text[sent:] if is_last else answer.text_of(self._num_sent, sent)
+            self._sent_text += len(chunk["text"])
         if self.has_stopped and answer.stopped_by is not None:
             chunk.pop(STOP_TOKEN, None)
             chunk[STOP_STRING] = answer.stopped_by
