@@ -18,7 +18,7 @@ from dynamo.llm import exceptions
 from prometheus_client import CollectorRegistry
 from served_worker import serving
 from test_llm_engine import collect, outcomes, raising, request, started
-from test_nothing_is_left import SETTINGS, WAIT_S, Load, what_is_left
+from test_nothing_is_left import WAIT_S, Load, what_is_left
 
 from worker.engines import TokenDelta
 from worker.errors import InvalidRequest, Overloaded
@@ -26,6 +26,12 @@ from worker.request_log import LOGGER
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
+
+CROWDED = (
+    *("--max-num-seqs", "2", "--max-queue", "1", "--kv-block-size", "4", "--context-length", "64"),
+    *("--kv-blocks", "40", "--grammar-timeout-s", "0.3"),
+)
+"""Settings with which some requests are refused as too many, and some are preempted."""
 
 IDLE = (
     *("dlw_in_flight_requests", "dlw_waiting_requests", "dlw_running_requests", "dlw_kv_used_blocks"),
@@ -107,7 +113,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", range(10, 13))
 async def test_what_is_counted_adds_up(model: Path, seed: int, lines: list[dict[str, Any]]) -> None:
-    async with serving(model, *SETTINGS, "--log-requests") as client:
+    async with serving(model, *CROWDED, "--log-requests") as client:
         worker, before = client.worker, asyncio.all_tasks()
         told = Told(worker)
         load = Load(told, seed)  # type: ignore[arg-type]
