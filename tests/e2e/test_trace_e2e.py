@@ -22,7 +22,7 @@ from adapters.client import processor
 
 pytestmark = pytest.mark.campaign  # Dynamo reads its variables for traces when it is imported: cold processes
 CLIENT_SPAN = bytes.fromhex("b7ad6b7169203331")
-PHASES = {"queue", "transfer", "prefill", "decode"}
+PHASES = {"queue", "transfer", "slot", "prefill", "decode"}
 ANSWER = f"text_completion {MODEL}"
 OURS = "dynamo-logits-worker"
 

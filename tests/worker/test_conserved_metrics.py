@@ -17,9 +17,10 @@ import pytest
 from dynamo.llm import exceptions
 from prometheus_client import CollectorRegistry
 from served_worker import serving
-from test_llm_engine import collect, outcomes, raising, request, started
+from test_llm_engine import SEAL, FakeEngine, chains, collect, outcomes, raising, request, started
 from test_nothing_is_left import WAIT_S, Load, what_is_left
 
+from worker.arguments import parse_arguments
 from worker.engines import TokenDelta
 from worker.errors import InvalidRequest, Overloaded
 from worker.request_log import LOGGER
@@ -182,3 +183,18 @@ async def test_the_log_has_the_prompt_as_usage_has_it(lines: list[dict[str, Any]
     chunks = await collect(worker, request())
     await worker.cleanup()
     assert lines[0]["prompt_tokens"] == chunks[-1]["completion_usage"]["prompt_tokens"] == 40
+
+
+async def test_a_prefill_worker_has_no_answers() -> None:
+    """Each prompt was an answer of 0 tokens, so that half of a pool's answers looked empty."""
+
+    async def script(request_id: str, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta(finish_reason="length", kv={"of": "the prompt"})
+
+    arguments = parse_arguments(["--model-path", "/models/tiny", "--disaggregation-mode", "prefill"], {})
+    worker = WorkerEngine(FakeEngine(script), arguments, seal=SEAL, shut_down=lambda: None, make_chains=chains)
+    await worker.start(1)
+    await collect(worker, request())
+    found = totals(worker.server.metrics.registry)
+    assert (found["dlw_prompt_length_tokens_count"], found["dlw_answer_length_tokens_count"]) == (1, 0)
+    await worker.cleanup()
