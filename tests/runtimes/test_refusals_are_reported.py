@@ -35,6 +35,7 @@ NATS: dict[str, tuple[bytes, str]] = {
     "no json": (b"{", "other"),
     "another model": (b'{"token_ids": [1], "model": "none"}', "model"),
     "no prompt": (b'{"prompt": 5}', "other"),
+    "kv of a worker": (b'{"token_ids": [1], "prefill_result": {"disaggregated_params": {}}}', "prefill_result"),
     "choices": (b'{"token_ids": [1], "sampling_options": {"n": 1000}}', "sampling_options.n"),
     "a value out of range": (b'{"token_ids": [1], "sampling_options": {"top_p": 7}}', "sampling_options.top_p"),
 }
@@ -105,6 +106,7 @@ async def test_refusals_on_nats(
         assert counted(worker) == wanted
     said = [message for message in caplog.messages if message.startswith("request ")]
     assert [each.partition(": ")[0] for each in said][:-1] == [f"request id-{n} refused" for n in range(len(NATS))]
+    assert {record.levelname for record in caplog.records if "refused: " in record.getMessage()} == {"WARNING"}
     assert said[-1].isprintable()
     assert len(said[-1]) < 2000
     assert len(lines[-1]["request_id"]) <= 200

@@ -58,9 +58,11 @@ class RequestReports:
         self.metrics = metrics
         self.tracer: RequestTracer | None = None
         self._log: RequestLog | None = None
+        self._transfers_kv = False
 
     def open(self, arguments: Arguments) -> None:
         """Open the request log and the tracer that the worker's options ask for."""
+        self._transfers_kv = arguments.disaggregation_mode != "aggregated"
         if arguments.log_requests:
             self._log = RequestLog()
         if arguments.otlp_endpoint is not None:
@@ -96,9 +98,10 @@ class RequestReports:
         self.metrics.count_outcome(next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error"))
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer is none's
-            # fault, but the workers'.
-            level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
+            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer between workers
+            # is none's fault, but theirs.
+            is_theirs = self._transfers_kv and error.field.startswith("prefill_result")
+            level = logging.ERROR if is_theirs else logging.WARNING
             logger.log(level, "request %s refused: %s", shown_id(entry.request_id), log_text(str(error)))
 
     @contextlib.contextmanager
