@@ -238,8 +238,9 @@ class DecodeSide:
             note_mode(request, "disaggregated")
             self._ready.append(request)
             return
-        self._counts[state] += 1
-        logger.warning("request %s: its KV is %s, its prompt is computed here", request.id, state)
+        outcome = "lost" if state == "done" else state  # it may write on: what is here is not sure to stay
+        self._counts[outcome] += 1
+        logger.warning("request %s: its KV is %s, its prompt is computed here", request.id, outcome)
         self.abandoned.free_pages(request, None if is_released else read)
         self._requeue(request)
 
