@@ -98,8 +98,8 @@ class RequestReports:
         self.metrics.count_outcome(next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error"))
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer between workers
-            # is none's fault, but theirs.
+            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer between
+            # workers is none's fault, but theirs.
             is_theirs = self._transfers_kv and error.field.startswith("prefill_result")
             level = logging.ERROR if is_theirs else logging.WARNING
             logger.log(level, "request %s refused: %s", shown_id(entry.request_id), log_text(str(error)))
