@@ -192,7 +192,8 @@ async def test_a_prefill_worker_has_no_answers() -> None:
         yield TokenDelta(finish_reason="length", kv={"of": "the prompt"})
 
     arguments = parse_arguments(["--model-path", "/models/tiny", "--disaggregation-mode", "prefill"], {})
-    worker = WorkerEngine(FakeEngine(script), arguments, seal=SEAL, shut_down=lambda: None, make_chains=chains)
+    engine: Any = FakeEngine(script)
+    worker = WorkerEngine(engine, arguments, seal=SEAL, shut_down=lambda: None, make_chains=chains)
     await worker.start(1)
     await collect(worker, request())
     found = totals(worker.server.metrics.registry)
