@@ -43,8 +43,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
 
 
 def ask(door: Door, trace: str, **body: Any) -> str:
-    """The body of a chat's answer, or of its error, with the context of a client's trace. The prompt
-    has some blocks of KV, so that it is transferred.
+    """The body of a chat's answer, or of its error, with the context of a client's trace.
+
+    The prompt has some blocks of KV, so that it is transferred.
     """
     data = {"model": MODEL, "messages": [{"role": "user", "content": "Hello there! " * 20}], **body}
     headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{CLIENT_SPAN.hex()}-01"}
