@@ -121,6 +121,11 @@ def log_text(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def shown_id(request_id: str) -> str:
+    """A request's id for a line of a log: it may be a client's, of any length."""
+    return log_text(request_id[:MAX_PATH])
+
+
 def path_within(path: str, name: str) -> str | None:
     """The part of a field's path behind `name`, None if it is the path of another field."""
     rest = path.removeprefix(name)

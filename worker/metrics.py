@@ -125,7 +125,7 @@ class WorkerMetrics:
             self._inter_token.observe(passed_s / number)
 
     def observe_request(
-        self, began_s: float, ended_s: float, queue_times: QueueTimes | None, prompt: int, generated: int
+        self, began_s: float, ended_s: float, queue_times: QueueTimes | None, prompt: int, generated: int | None
     ) -> None:
         """An admitted request has ended.
 
@@ -134,15 +134,17 @@ class WorkerMetrics:
             ended_s: Time of its end.
             queue_times: Times at which it left the waiting queue, None if it did not, or unknown.
             prompt: Tokens of its prompt.
-            generated: Tokens of its answer.
+            generated: Tokens of its answer, None where it has none: on a prefill worker.
         """
         self._duration.observe(ended_s - began_s)
         self._prompt.observe(prompt)
-        self._answer.observe(generated)
+        if generated is not None:
+            self._answer.observe(generated)
         if queue_times is not None:
-            self._queue.observe(max(0.0, queue_times.allocated_s - began_s))
-            if queue_times.admitted_s > queue_times.allocated_s:
-                self._transfer.observe(queue_times.admitted_s - queue_times.allocated_s)
+            for_a_slot = queue_times.admitted_s - queue_times.ready_s
+            self._queue.observe(max(0.0, queue_times.allocated_s - began_s) + for_a_slot)
+            if queue_times.received_s is not None:
+                self._transfer.observe(queue_times.received_s - queue_times.allocated_s)
 
     def count_drain(self, outcome: DrainOutcome) -> None:
         self._migrated.inc(outcome.num_migrated)

@@ -113,7 +113,7 @@ class RequestEntry:
             "model": self.model,
             "seed": self.seed,
             "numerics": self.numerics,
-            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens": self.num_prompt_tokens if builder is None else builder.num_prompt_tokens,
             "cached_tokens": 0 if builder is None else builder.num_cached_tokens,
             "generated_tokens": 0 if builder is None else builder.num_generated_tokens,
             "finish_reason": self.finish_reason,

@@ -167,8 +167,10 @@ def phases(entry: RequestEntry, ended_s: float) -> Iterator[tuple[str, float, fl
     queue, began_s = entry.queue_times, entry.began_s
     if queue is not None:
         yield "queue", began_s, max(began_s, queue.allocated_s)
-        if queue.admitted_s > queue.allocated_s:
-            yield "transfer", queue.allocated_s, queue.admitted_s
+        if queue.received_s is not None:
+            yield "transfer", queue.allocated_s, queue.received_s
+        if queue.admitted_s > queue.ready_s:
+            yield "slot", queue.ready_s, queue.admitted_s
         began_s = max(began_s, queue.admitted_s)
     if entry.first_token_s is None:
         yield "prefill", began_s, ended_s

@@ -16,7 +16,8 @@ class ProcessorFailed(Exception):
 
     Args:
         processor: Name of the processor.
-        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``unsatisfiable`` or ``budget``.
+        reason: ``raised``, ``nan``, ``infinite``, ``empty``, ``unsatisfiable``, ``budget``, or
+            ``skipped`` where a library sampled a token without it.
         message: One sentence for the caller.
     """
 

@@ -56,13 +56,18 @@ class Reports:
             self._max_receipts = sys.maxsize
 
     def failed(self, report: str | None, error: ProcessorFailed, position: int) -> Failure:
-        """Keep a failure, and log it: as a warning, unless the request named itself."""
-        level = logging.WARNING if report is None else logging.DEBUG
-        logger.log(level, "%s, position %d; the answer ends", error, position)
+        """Keep a failure."""
         failure = Failure(report or "", error.processor, error.reason, error.message, position)
         with self._lock:
             self._failures.append(failure)
         return failure
+
+    @staticmethod
+    def settled(failure: Failure) -> None:
+        """Log a failure that ends its request: as a warning, unless the request named itself."""
+        level = logging.DEBUG if failure.report else logging.WARNING
+        text = "logits processor %s: %s, position %d; the answer ends"
+        logger.log(level, text, failure.processor, failure.message, failure.position)
 
     def withdraw(self, failure: Failure) -> None:
         """Drop a failure that was none, if nobody has taken it yet."""

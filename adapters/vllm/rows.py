@@ -136,9 +136,11 @@ class Row:
         return self.failed_at is not None
 
     def settle(self) -> None:
-        """Count the failure, if any: its drafts were accepted, or the request has left."""
-        if self._provisional is not None and self._count is not None:
-            self._count(self._provisional)
+        """Log and count the failure, if any: its drafts were accepted, or the request has left."""
+        if self._provisional is not None:
+            REPORTS.settled(self._provisional)
+            if self._count is not None:
+                self._count(self._provisional)
         self._provisional = None
 
 

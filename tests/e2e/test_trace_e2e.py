@@ -22,7 +22,7 @@ from adapters.client import processor
 
 pytestmark = pytest.mark.campaign  # Dynamo reads its variables for traces when it is imported: cold processes
 CLIENT_SPAN = bytes.fromhex("b7ad6b7169203331")
-PHASES = {"queue", "transfer", "prefill", "decode"}
+PHASES = {"queue", "transfer", "slot", "prefill", "decode"}
 ANSWER = f"text_completion {MODEL}"
 OURS = "dynamo-logits-worker"
 
@@ -43,8 +43,11 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
 
 
 def ask(door: Door, trace: str, **body: Any) -> str:
-    """The body of a chat's answer, or of its error, with the context of a client's trace."""
-    data = {"model": MODEL, "messages": [{"role": "user", "content": "Hello there"}], **body}
+    """The body of a chat's answer, or of its error, with the context of a client's trace.
+
+    The prompt has some blocks of KV, so that it is transferred.
+    """
+    data = {"model": MODEL, "messages": [{"role": "user", "content": "Hello there! " * 20}], **body}
     headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{CLIENT_SPAN.hex()}-01"}
     request = urllib.request.Request(f"{door.url}/v1/chat/completions", json.dumps(data).encode(), headers)
     try:

@@ -425,6 +425,7 @@ def test_queue_times_survive_preemption_and_enclose_the_transfer(
     driver.scheduler.queues.arrive(transfer)
     assert driver.scheduler.transfers.pin(transfer) == ()
     assert transfer.queue_times == QueueTimes(11, 11)
+    driver.scheduler.transfers.complete(transfer, transfer.num_computed)
     driver.scheduler.transfers.resume(transfer)
-    assert transfer.queue_times == QueueTimes(11, 12)
+    assert transfer.queue_times == QueueTimes(11, 13, 12)
     driver.finish()

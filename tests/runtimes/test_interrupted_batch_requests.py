@@ -10,11 +10,14 @@ from typing import Any, cast
 import pytest
 
 from worker.arguments import parse_arguments
+from worker.lifecycle.drain import InFlightRequests
+from worker.metrics import WorkerMetrics
 from worker.runtimes.nats.batch import consumer as module
 from worker.runtimes.nats.batch.answerer import BatchAnswerer
 from worker.runtimes.nats.batch.consumer import BatchConsumer
 from worker.runtimes.nats.batch.layout import QueuedRequest
 from worker.runtimes.nats.batch.running import Cancelled, Returned, RunningRequest
+from worker.server.reports import RequestReports
 
 REQUEST = QueuedRequest("batch", 0, "one", "/v1/completions", {"prompt": "a", "max_tokens": 1})
 
@@ -53,7 +56,8 @@ class Messages:
 
     def __init__(self) -> None:
         vocabulary = SimpleNamespace(tokenizer=None, hidden_token_ids=frozenset())
-        self.server = SimpleNamespace(chains=SimpleNamespace(vocabulary=vocabulary))
+        reports = RequestReports("m", WorkerMetrics(InFlightRequests()))
+        self.server = SimpleNamespace(chains=SimpleNamespace(vocabulary=vocabulary), reports=reports)
 
     async def parsed(self, message: Any) -> Any:
         await asyncio.sleep(0)

@@ -65,3 +65,15 @@ def test_a_success_during_the_rest_changes_nothing(breaker, clock) -> None:
 def test_built_ins_never_trip_it(breaker) -> None:
     assert not any(breaker.record("json_schema") for _ in range(100))
     breaker.check(["json_schema"])
+
+
+def test_metrics_are_read_while_a_breaker_opens(breaker) -> None:
+    """Another thread reads them: a scrape failed where a breaker opened in the middle of it."""
+
+    class Changing(float):
+        def __gt__(self, now: float) -> bool:
+            breaker._open_until[f"another {len(breaker._open_until)}"] = 0.0
+            return float(self) > now
+
+    breaker._open_until = {"a": Changing(1e9), "b": Changing(1e9)}
+    assert breaker.open_names() == ["a", "b"]

@@ -373,7 +373,9 @@ async def test_a_frontend_that_is_away_is_an_answer_to_try_again() -> None:
         assert (await answers.ask("owner-a", COMPLETIONS, b'{"model": "m", "prompt": "a"}', "id-1"))[0] == 503
 
 
-async def test_a_line_on_which_the_front_door_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_on_which_the_front_door_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It has the answer that a client would have, and its batch the other ones."""
 
     def failing(*_: Any) -> None:
@@ -382,9 +384,10 @@ async def test_a_line_on_which_the_front_door_fails(monkeypatch: pytest.MonkeyPa
     async with house(say_ok) as at:
         monkeypatch.setattr(at.door, "rewrite", failing)
         body = b'{"model": "m", "prompt": "a"}'
-        online, _ = error_of(await at.ask(post(body, path=COMPLETIONS)))
+        online, _ = error_of(await at.ask(post(body, "X-Request-Id: mine", path=COMPLETIONS)))
         status, found = await LineAnswers(at.door, {}, {}).ask("owner-a", COMPLETIONS, body, "id-1")
         assert (online, status, json.loads(found)["error"]["message"]) == (500, 500, "internal error")
+        assert caplog.messages == ["request mine failed", "request id-1 of a batch failed"]
 
 
 async def test_switched_off_they_say_how_to_have_them() -> None:

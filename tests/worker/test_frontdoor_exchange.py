@@ -139,10 +139,13 @@ async def says_nothing(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize("handler", [fails, says_nothing])
-async def test_a_handler_that_fails_is_an_internal_error(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handler_that_fails_is_an_internal_error(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving(handler, monkeypatch) as at:
-        status, error = error_of(await at.ask(thing()))
+        status, error = error_of(await at.ask(thing(FIELDS, "X-Request-Id: mine")))
     assert (status, error["message"]) == (500, "internal error")
+    assert caplog.messages == ["request mine failed"]
 
 
 async def stream_chat(exchange: Exchange) -> None:

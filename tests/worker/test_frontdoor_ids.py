@@ -72,6 +72,17 @@ async def test_else_it_has_a_new_one(header: str) -> None:
     assert ids[0] != ids[1]
 
 
+async def test_the_log_names_a_request_that_a_frontend_has_broken(caplog: pytest.LogCaptureFixture) -> None:
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async with house(break_off) as at:
+        await at.ask(get("/v1/models", "X-Request-Id: mine"))
+    assert caplog.messages == ["request mine: a frontend did not finish its answer: it closed the connection"]
+
+
 async def test_bytes_that_are_no_request_have_an_id_too() -> None:
     async with house() as at:
         assert len(ANSWERED.findall(await at.ask(b"\x00\r\n\r\n"))) == 1

@@ -132,11 +132,11 @@ async def test_a_chunks_tokens_share_its_time_and_transfer_is_no_queue() -> None
     metrics = WorkerMetrics(InFlightRequests())
     metrics.observe_tokens(2, 0.3, is_first=True)
     metrics.observe_tokens(2, 0.3, is_first=False)
-    metrics.observe_request(10.0, 12.0, QueueTimes(10.25, 11.0), 7, 4)
+    metrics.observe_request(10.0, 12.0, QueueTimes(10.25, 11.5, 11.0), 7, 4)
     found = metrics.registry.get_sample_value
     assert found("dlw_time_to_first_token_seconds_count") == 1
     assert found("dlw_inter_token_latency_seconds_count") == 2
     assert found("dlw_inter_token_latency_seconds_bucket", {"le": "0.15"}) == 2
-    assert found("dlw_queue_time_seconds_sum") == 0.25
+    assert found("dlw_queue_time_seconds_sum") == 0.25 + 0.5  # at last for a slot
     assert found("dlw_kv_transfer_seconds_sum") == 0.75
     assert found("dlw_request_duration_seconds_sum") == 2

@@ -157,10 +157,11 @@ def entry(**values: Any) -> RequestEntry:
 
 
 async def test_a_transfer_is_a_phase_of_its_own() -> None:
-    one = entry(queue_times=QueueTimes(10.25, 11.0))
+    one = entry(queue_times=QueueTimes(10.25, 11.0, 10.75))
     assert list(phases(one, 12.5)) == [
         ("queue", 10.0, 10.25),
-        ("transfer", 10.25, 11.0),
+        ("transfer", 10.25, 10.75),
+        ("slot", 10.75, 11.0),
         ("prefill", 11.0, 11.5),
         ("decode", 11.5, 12.5),
     ]

@@ -23,10 +23,10 @@ Role = Literal["aggregated", "prefill", "decode"]
 OUTCOMES = ("leased", "released", "timed_out", "received", "cached", "expired", "lost", "cancelled")
 """Outcomes of KV transfers, as in `KvConnector.counts` of the embedded engine."""
 
-LOCAL_REASONS = ("missing", "late", "version", "expired", "lost")
+LOCAL_REASONS = ("missing", "late", "version", "expired", "lost", "dropped")
 """Reasons of local prefills: no KV transfer came with the request, or one whose lease was over by
 the clock, or whose parameters are of another version; the lease ended before the KV was read, or
-it could not be read.
+it could not be read; or this worker has dropped its KV, as when its weights change.
 """
 
 logger = logging.getLogger(__name__)

@@ -151,11 +151,18 @@ class QueueTimes:
     Attributes:
         allocated_s: Time at which its KV pages were allocated.
         admitted_s: Time at which it joined the batch; later than `allocated_s` where its prompt's
-            KV was read from a prefill worker in between.
+            KV came from a prefill worker: that was read, and then it waited for a slot.
+        received_s: Time at which that KV had been read; None where none was.
     """
 
     allocated_s: float
     admitted_s: float
+    received_s: float | None = None
+
+    @property
+    def ready_s(self) -> float:
+        """Time from which on it waited for nothing but a slot."""
+        return self.allocated_s if self.received_s is None else self.received_s
 
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

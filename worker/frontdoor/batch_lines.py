@@ -62,7 +62,7 @@ class LineAnswers:
         except Refused as refused:
             return refused.status, error_body(refused, "openai", "")
         except Exception:  # the request's boundary: the other lines of its batch go on
-            logger.exception("a request of a batch failed")
+            logger.exception("request %s of a batch failed", request_id)
             internal = internal_error()
             return internal.status, error_body(internal, "openai", "")
         finally:

@@ -141,7 +141,7 @@ class ClientConnection(WaitingProtocol):
             self._refuse(refused)
             return
         except Exception:  # the request's boundary
-            self._refuse(_logged_error())
+            self._refuse(self._logged_error())
             return
         left_s = self._intake.left_s()
         if left_s is not None:
@@ -191,7 +191,7 @@ class ClientConnection(WaitingProtocol):
         except Refused as refused:
             rewritten = refused
         except Exception:  # the request's boundary
-            rewritten = _logged_error()
+            rewritten = self._logged_error()
         self._rewriting = None
         if isinstance(rewritten, Refused):
             self._refuse(rewritten)
@@ -288,7 +288,7 @@ class ClientConnection(WaitingProtocol):
         self._answer = None
         if self._transport is None:
             return
-        logger.warning("a frontend did not finish its answer: %s", reason)
+        logger.warning("request %s: a frontend did not finish its answer: %s", self._request_id, reason)
         if begun:
             self._close()  # the missing end tells the client
         else:
@@ -321,13 +321,22 @@ class ClientConnection(WaitingProtocol):
         self._answer = None
         self._refuse(refused)
 
+    @property
+    def _request_id(self) -> str:
+        return self._intake.request_id.decode()
+
+    def _logged_error(self) -> Refused:
+        """`internal_error`, with the exception that is handled in the log."""
+        logger.exception("request %s failed", self._request_id)
+        return internal_error()
+
     def _refuse(self, refused: Refused) -> None:
         """Answer with an error; the connection is kept if the request has been read to its end."""
         if self._transport is None:
             return
         logger.info("refused: %d %s", refused.status, refused.message)
         keep_alive = self._answering and self._keep_alive and not self._door.draining
-        body = error_body(refused, self._intake.error_form, self._intake.request_id.decode())
+        body = error_body(refused, self._intake.error_form, self._request_id)
         document = Document(b"application/json", body, refused.headers)
         self.received(self.written(refused.status, document, keep_alive=keep_alive))
         if self._answering:
@@ -408,9 +417,3 @@ class ClientConnection(WaitingProtocol):
 def protocol_factory(door: FrontDoor) -> Callable[[], ClientConnection]:
     """Maker of the protocol of each connection, for `asyncio.loop.create_server`."""
     return lambda: ClientConnection(door)
-
-
-def _logged_error() -> Refused:
-    """`internal_error`, with the exception that is handled in the log."""
-    logger.exception("a request failed")
-    return internal_error()

@@ -124,7 +124,7 @@ class Exchange:
         except Refused as refused:
             self._fail(refused)
         except Exception:  # the request's boundary
-            logger.exception("a request failed")
+            logger.exception("request %s failed", self.request_id)
             self._fail(internal_error())
 
     def _fail(self, refused: Refused) -> None:

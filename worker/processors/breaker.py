@@ -75,6 +75,6 @@ class Breaker:
                 self._failures[name].clear()
 
     def open_names(self) -> list[str]:
-        """Processors that requests may not name now."""
+        """Processors that requests may not name now; any thread may ask, while metrics are read."""
         now = self._clock()
-        return sorted(name for name, until in self._open_until.items() if until > now)
+        return sorted(name for name, until in self._open_until.copy().items() if until > now)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from worker.arguments import Arguments
 from worker.engines.daemon_threads import done_in_time
 from worker.errors import (
+    MAX_PATH,
     BoundaryStoreUnavailable,
     Draining,
     EngineBroken,
@@ -21,6 +22,7 @@ from worker.errors import (
     RequestFailed,
     ServingError,
     log_text,
+    shown_id,
 )
 from worker.metrics import WorkerMetrics
 from worker.request_log import RequestEntry, RequestLog
@@ -56,9 +58,11 @@ class RequestReports:
         self.metrics = metrics
         self.tracer: RequestTracer | None = None
         self._log: RequestLog | None = None
+        self._transfers_kv = False
 
     def open(self, arguments: Arguments) -> None:
         """Open the request log and the tracer that the worker's options ask for."""
+        self._transfers_kv = arguments.disaggregation_mode != "aggregated"
         if arguments.log_requests:
             self._log = RequestLog()
         if arguments.otlp_endpoint is not None:
@@ -70,28 +74,56 @@ class RequestReports:
         if not entry.is_probe:
             self.metrics.observe_tokens(number, passed_s, is_first=is_first)
 
-    def left_engine(self, entry: RequestEntry, builder: ResponseBuilder) -> None:
-        """Count the tokens of a request that the engine is done with."""
+    def left_engine(self, entry: RequestEntry, builder: ResponseBuilder, *, answers: bool) -> None:
+        """Count the tokens of a request that the engine is done with.
+
+        Args:
+            entry: Log entry of the request.
+            builder: Has counted its tokens.
+            answers: Whether its answer is generated here; a prefill worker generates none.
+        """
         num_generated = builder.num_generated_tokens - builder.num_replayed_tokens
         self.metrics.count_tokens(builder.num_prompt_tokens, builder.num_cached_tokens, num_generated)
         if not entry.is_probe:
-            tokens = builder.num_prompt_tokens, builder.num_generated_tokens
+            tokens = builder.num_prompt_tokens, builder.num_generated_tokens if answers else None
             self.metrics.observe_request(entry.began_s, entry.clock(), entry.queue_times, *tokens)
 
     def failed(self, entry: RequestEntry, error: Exception) -> None:
         """Count and log a request that ended with an error."""
         entry.failed(error)
         if not isinstance(error, ServingError):
-            logger.error("request %s failed", entry.request_id, exc_info=error)
+            logger.error("request %s failed", shown_id(entry.request_id), exc_info=error)
             self.metrics.count_outcome("unknown_error")
             return
         self.metrics.count_outcome(next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "unknown_error"))
         if isinstance(error, InvalidRequest):
             self.metrics.count_refusal(error.field)
-            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer is none's
-            # fault, but the workers'.
-            level = logging.ERROR if error.field.startswith("prefill_result") else logging.WARNING
-            logger.log(level, "request %s refused: %s", entry.request_id, log_text(str(error)))
+            # 1.4.2's frontend keeps the message from many clients. A bad KV transfer between
+            # workers is none's fault, but theirs.
+            is_theirs = self._transfers_kv and error.field.startswith("prefill_result")
+            level = logging.ERROR if is_theirs else logging.WARNING
+            logger.log(level, "request %s refused: %s", shown_id(entry.request_id), log_text(str(error)))
+
+    @contextlib.contextmanager
+    def reading(self, request_id: str, trace: Mapping[str, str] | None = None) -> Iterator[None]:
+        """Report a request that its runtime refuses while it reads it: no server has it yet.
+
+        Args:
+            request_id: Id of the request.
+            trace: Headers of the W3C trace context that its span belongs to.
+
+        Raises:
+            ServingError: what was raised, or "internal error" for an unknown one.
+        """
+        entry = RequestEntry(request_id=request_id[:MAX_PATH], model=self.model)  # which nobody has checked
+        try:
+            yield
+        except Exception as error:  # the request's boundary
+            self.failed(entry, error)
+            self.ended(entry, trace)
+            if isinstance(error, ServingError):
+                raise
+            raise ServingError("internal error") from error
 
     def ended(self, entry: RequestEntry, trace: Mapping[str, str] | None) -> None:
         """Write the line and the spans of a request that has ended."""

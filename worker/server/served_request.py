@@ -11,7 +11,7 @@ from adapters.chain import Receipt
 from adapters.vocabulary import byte_index
 from worker.disaggregation.serving import DisaggregatedServing
 from worker.engines import EngineRequest, FinishReason, KeepsReceipts, ReadKv, TokenDelta
-from worker.errors import Draining, EngineBroken
+from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded
 from worker.lifecycle.drain import InFlightRequest, InFlightRequests
 from worker.migration.boundary_record import RequestRecord, UnrecordedRequest
 from worker.migration.records import BoundaryRecords
@@ -257,6 +257,9 @@ class ServedRequest:
 
     async def fail(self, error: Exception) -> None:
         """The request ends with an error, before the engine had it or after."""
+        if isinstance(error, InvalidRequest | Overloaded) and self.entry.first_token_s is None:
+            # refused, by the engine perhaps: nothing was computed
+            self._builder = self.entry.builder = self.entry.params = None
         self._leave()
         self._reports.failed(self.entry, error)
         if self.record is None:
@@ -276,7 +279,7 @@ class ServedRequest:
         self._disaggregation.release(self._slot)
         builder, self._builder = self._builder, None
         if builder is not None:
-            self._reports.left_engine(self.entry, builder)
+            self._reports.left_engine(self.entry, builder, answers=not self._disaggregation.only_prefills)
         receipt, self._receipt = self._receipt, None
         if receipt is not None and self._chains is not None:  # it has no last delta
             self._chains.metrics.count(receipt, None)

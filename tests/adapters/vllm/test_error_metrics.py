@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import prometheus_client
 import pytest
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_stand_in import Params, Request, SecondRunner, alone, served_model
 
-from adapters.vllm import metrics
+from adapters.vllm import metrics, reports
 from adapters.vllm.metrics import ErrorFile, ErrorFiles, error_counter, publish
 from adapters.vllm.reports import Failure
 
@@ -128,7 +130,7 @@ def test_with_several_servers_the_librarys_files_are_used(tmp_path: Path) -> Non
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8)), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_failures_of_tokens_that_are_none_are_not_counted(asked: list[tuple[bool, int]], seed: int) -> None:
-    """Drafts before them were rejected, or end the answer."""
+    """Drafts before them were rejected, or end the answer; nor does the log say that they fail."""
     selection = {
         fails: json.dumps({"version": 1, "processors": [{"name": name}]})
         for fails, name in ((True, "acme/raises"), (False, "acme/fatigue"))
@@ -147,10 +149,12 @@ def test_failures_of_tokens_that_are_none_are_not_counted(asked: list[tuple[bool
     found: list[Failure] = []
     runner = SecondRunner(MODEL, random.Random(seed), 4, lambda request: answers[request.number].tokens)
     runner.slots._builder._count = found.append  # type: ignore[attr-defined]
-    runner.run(requests)
-    for slot in runner.slots._slots.values():  # as when other requests take them
-        if slot.row is not None:
-            slot.row.settle()
+    with patch.object(reports.logger, "log") as logged:
+        runner.run(requests)
+        for slot in runner.slots._slots.values():  # as when other requests take them
+            if slot.row is not None:
+                slot.row.settle()
     have_failed = [fails and len(each.tokens) > 3 for (fails, _), each in zip(asked, requests, strict=True)]
-    assert len(found) == sum(have_failed)
+    assert len(found) == sum(have_failed) == logged.call_count
+    assert all(call.args[0] == logging.WARNING for call in logged.call_args_list)
     assert {each.processor for each in found} <= {"acme/raises"}

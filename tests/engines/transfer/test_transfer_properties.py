@@ -150,6 +150,7 @@ class Transfers(RuleBasedStateMachine):
         self.patches.enter_context(patch.object(KvRead, "release", lambda read: self.reads.release(read)))
         self.prompts: dict[str, list[int]] = {}
         self.asked: dict[str, tuple[str, int, Request]] = {}  # of the decode worker
+        self.num_handles = 0
         self.gone: set[str] = set()
 
     def often_right(self, one: Request) -> list[int]:
@@ -196,6 +197,7 @@ class Transfers(RuleBasedStateMachine):
         request = self.request(name, kind, self.prompts[name], count)
         request.client = client
         self.asked[name] = kind, count, request
+        self.num_handles += handle is not None
         self.decode.stepper.add(request, handle)
 
     def request(self, name: str, kind: str, prompt: list[int], count: int) -> Request:
@@ -291,6 +293,9 @@ class Transfers(RuleBasedStateMachine):
         assert all(side.is_empty for side in self.sides), f"left behind: {[side.connector for side in self.sides]}"
         counts = self.prefill.connector.counts
         assert counts["leased"] == counts["released"] + counts["timed_out"]
+        ended = self.decode.connector.counts
+        found = {name: ended[name] for name in ("received", "cached", "expired", "lost", "cancelled")}
+        assert sum(found.values()) == self.num_handles, f"a transfer has not one outcome: {found}"
         assert self.decode.stepper.num_waiting == self.decode.connector.num_waiting == 0
         for side in self.sides:
             side.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -51,7 +52,7 @@ def test_workers_of_different_versions_refuse(sides: list[Side]) -> None:
     decode.decode("late", PROMPT, old, 4)  # it was admitted before the update
     run(sides, lambda: decode.finished("late") is not None)
     assert decode.tokens("late") == answer(PROMPT, 4)
-    assert decode.connector.counts["received"] == 0
+    assert decode.connector.counts == {"cancelled": 1, "dropped": 1}
     update(prefill)
     leased(sides, "new")
     decode.decode("new", PROMPT, prefill.handle("new"), 4)
@@ -89,8 +90,33 @@ def test_the_receipt_of_a_ready_request_says_it_is_recomputed() -> None:
     run(sides, lambda: chain.receipt.mode == "disaggregated")  # it waits for the only slot
     update(decode)
     assert chain.receipt.mode == "local prefill"
+    assert decode.connector.counts["dropped"] == 1
+    assert request.queue_times is None  # it waits again
     decode.abort("first")
     decode.abort("second")
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+    for side in sides:
+        side.close()
+
+
+def test_waiting_for_a_slot_is_no_part_of_the_transfer() -> None:
+    sides = [Side(lease_s=60.0), Side(max_num_seqs=1)]
+    prefill, decode = sides
+    leased(sides, "first")
+    other = PROMPT[::-1]
+    prefill.prefill("second", other)
+    run(sides, lambda: prefill.finished("second") is not None)
+    decode.decode("first", PROMPT, prefill.handle("first"), 40)
+    run(sides, lambda: bool(decode.tokens("first")))
+    request = recall_request(decode.model, "second", other, 4)
+    decode.connector.receive(request, prefill.handle("second"))
+    run(sides, lambda: decode.connector.counts["received"] == 2)
+    ready_s = time.monotonic()
+    run(sides, lambda: decode.finished("second") is not None)
+    times = request.queue_times
+    assert times is not None
+    assert times.received_s is not None
+    assert times.allocated_s < times.received_s <= ready_s < times.admitted_s
     run(sides, lambda: prefill.is_empty and decode.is_empty)
     for side in sides:
         side.close()
@@ -104,6 +130,7 @@ def test_a_request_that_ends_at_a_shut_gate_ends_its_lease(sides: list[Side]) ->
     ended = decode.stepper.abort("one")
     assert ended is not None
     assert ended.finish_reason == "cancelled"
+    assert decode.connector.counts == {"cancelled": 1}
     run(sides, lambda: prefill.is_empty and decode.is_empty)
 
 

@@ -64,12 +64,14 @@ class PinnedRequests:
     def complete(self, request: Request, num_computed: int) -> None:
         """The KV of the first `num_computed` tokens of a pinned request has been received."""
         self.queues.cache.complete(request, num_computed)
+        if request.queue_times is not None:
+            request.queue_times = replace(request.queue_times, received_s=time.monotonic())
 
     def resume(self, request: Request) -> None:
         """Move a pinned request into prefill; there must be a slot."""
         self.queues.pinned.remove(request)
         if request.queue_times is not None:
-            request.queue_times = QueueTimes(request.queue_times.allocated_s, time.monotonic())
+            request.queue_times = replace(request.queue_times, admitted_s=time.monotonic())
         self.queues.start_prefill(request)
 
     def unpin(self, request: Request) -> None:

@@ -97,7 +97,7 @@ async def answer(engines: Engines, request: Request, writer: asyncio.StreamWrite
     except RecursionError:  # a worker's request is made by functions that call themselves
         await answering.fail(Refused(400, TOO_DEEP))
     except Exception:  # the request's boundary
-        logger.exception("a request failed")
+        logger.exception("request %s failed", request.headers.get(REQUEST_ID, b"").decode("latin-1"))
         await answering.fail(internal_error())
 
 

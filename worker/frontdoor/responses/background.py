@@ -82,7 +82,7 @@ class BackgroundRun:
         except asyncio.CancelledError:  # by a client, or at the end of the front door
             self._take(answer.cancelled())
         except Exception:  # the request's boundary
-            logger.exception("a background response failed")
+            logger.exception("the background response %s failed", self.response["id"])
             self._take(answer.failed(internal_error()))
 
     def _end(self) -> None:

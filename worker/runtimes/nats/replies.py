@@ -65,11 +65,12 @@ class ReplyGuard:
             if not message.reply or self.allows(message.reply):
                 await cb(message)
             else:
-                self._refuse(message)
+                self.refuse(message)
 
         return await self._client.subscribe(subject, queue=queue, cb=guarded)
 
-    def _refuse(self, message: Msg) -> None:
+    def refuse(self, message: Msg) -> None:
+        """Count a message that is dropped; the log says so every `LOGGED_EVERY_S` at most."""
         self.num_refused += 1
         now_s = time.monotonic()
         if now_s - self._logged_s > LOGGED_EVERY_S:

@@ -21,6 +21,7 @@ from worker.arguments import Arguments
 from worker.errors import Draining, InvalidRequest, RequestFailed, ServingError, shown
 from worker.metrics import OUTCOMES
 from worker.runtimes.direct.answer import cancelled
+from worker.runtimes.direct.request import DirectRequest
 from worker.runtimes.direct.server import DirectServer
 from worker.runtimes.nats import protocol
 from worker.runtimes.nats.open_answers import OpenAnswers
@@ -112,16 +113,18 @@ class NatsService:
 
     async def _serve(self, message: Request) -> None:
         subject = str(message._msg.reply)
+        assert self._client is not None
+        assert self._guard is not None
         if not subject:
-            logger.warning("a request without a reply subject was dropped")
+            self._guard.refuse(message._msg)
             return
         headers = message.headers or {}
-        assert self._client is not None
         request_id = headers.get(REQUEST_ID) or self._client._nuid.next().decode()
         try:
-            if request_id in self._answers.streams:
-                raise InvalidRequest(REQUEST_ID, f"{request_id[:60]!r} is being served already")
-            window = _checked_window(request_id, headers)
+            with self._server.reports.reading(request_id):
+                if request_id in self._answers.streams:
+                    raise InvalidRequest(REQUEST_ID, f"{request_id[:60]!r} is being served already")
+                window = _checked_window(request_id, headers)
         except InvalidRequest as error:  # nothing to acknowledge: the id may be another request's
             await _fail(self._stream(subject, "", "", 0), error)
             return
@@ -138,14 +141,8 @@ class NatsService:
                 await _fail(stream, ServingError("internal error"))
 
     async def _answer(self, request_id: str, data: bytes, stream: AnswerStream) -> None:
-        if self._server.in_flight.closed:
-            raise Draining("this worker is shutting down")
-        try:
-            message = protocol.decoded(data)
-        except protocol.Malformed as error:
-            raise InvalidRequest(error.field, str(error)) from None
-        self._check_model(message.get("model"))
-        request = await self._messages.parsed(message)
+        with self._server.reports.reading(request_id):
+            request = await self._read(data)
         if not self._answers.begin(request_id, request):
             for chunk in cancelled(request):
                 await stream.send(chunk)
@@ -157,6 +154,17 @@ class NatsService:
                 if stream.is_gone:
                     return
         await stream.end()
+
+    async def _read(self, data: bytes) -> DirectRequest:
+        """The request in a message. Raises `Draining`, `InvalidRequest`."""
+        if self._server.in_flight.closed:
+            raise Draining("this worker is shutting down")
+        try:
+            message = protocol.decoded(data)
+        except protocol.Malformed as error:
+            raise InvalidRequest(error.field, str(error)) from None
+        self._check_model(message.get("model"))
+        return await self._messages.parsed(message)
 
     def _check_model(self, model: Any) -> None:
         """Raises `InvalidRequest` for another model: a subject may stand for several names."""

@@ -105,18 +105,21 @@ class Inference:
     async def _events(
         self, request_id: str, request: wire.GenerateRequest, context: ServicerContext
     ) -> AsyncGenerator[wire.GenerateResponse, None]:
-        direct = self.direct
-        if direct is None:
-            raise Draining("this worker is not serving yet")
-        with self._run(request_id) as running:
-            honours_priority = self._server.info.honours_priority
-            hints = read_hints(context.invocation_metadata(), honours_priority=honours_priority)
-            if request.ByteSize() <= AT_ONCE:
-                asked = read(request, self.names, hints)
-            else:
-                asked = await asyncio.to_thread(read, request, self.names, hints)
+        direct, reports = self.direct, self._server.reports
+        with contextlib.ExitStack() as in_flight:
+            with reports.reading(request_id):
+                if direct is None:
+                    raise Draining("this worker is not serving yet")
+                running = in_flight.enter_context(self._run(request_id))
+                honours_priority = self._server.info.honours_priority
+                hints = read_hints(context.invocation_metadata(), honours_priority=honours_priority)
+                if request.ByteSize() <= AT_ONCE:
+                    asked = read(request, self.names, hints)
+                else:
+                    asked = await asyncio.to_thread(read, request, self.names, hints)
             try:
-                running.request = _uncut(await direct.parsed(asked.message))
+                with reports.reading(request_id, hints.trace):
+                    running.request = _uncut(await direct.parsed(asked.message))
                 async with contextlib.aclosing(self._answer(request_id, asked, running, hints)) as events:
                     async for event in events:
                         yield event

@@ -124,6 +124,7 @@ class KvConnector:
 
     def release(self, handle: KvHandle) -> None:
         """End the lease on KV that was not received, and is not wanted."""
+        self.counts["cancelled"] += 1
         self.transport.release(handle)
 
     def abort(self, request_id: str) -> Output | None:

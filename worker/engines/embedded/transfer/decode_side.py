@@ -76,7 +76,8 @@ class DecodeSide:
         store: The worker's KV store.
         transfers: The requests whose pages are pinned.
         counts: Counts by outcome, which it adds to: ``received``, ``cached`` (all of it was cached
-            here), ``expired``, ``lost``, ``cancelled``; and ``bytes`` received.
+            here), ``expired``, ``lost``, ``cancelled``; ``bytes`` received; and prompts that are
+            computed here because their KV was ``dropped``, on its way or once it was here.
 
     Attributes:
         seconds: Time that the reads of ``received`` took, summed.
@@ -130,7 +131,9 @@ class DecodeSide:
         KV of other weights, which have changed here since the request was admitted, is computed.
         """
         if handle.layout.model != self._transport.layout.model:
-            self._compute_here(request, handle)
+            self._counts["cancelled"] += 1
+            self._transport.release(handle)
+            self._compute_here(request)
             return
         self._queues.arrive(request)
         self._waiting.append(IncomingKv(request, handle))
@@ -146,9 +149,13 @@ class DecodeSide:
             self._compute_here(request)
         self._ready.clear()
 
-    def _compute_here(self, request: Request, handle: KvHandle | None = None) -> None:
-        if handle is not None:
-            self._transport.release(handle)
+    def _compute_here(self, request: Request) -> None:
+        self._counts["dropped"] += 1
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Let a request whose KV is not used wait for its turn, to compute its prompt."""
+        request.queue_times = None
         note_mode(request, "local prefill")
         self._queues.add(request)
 
@@ -231,11 +238,11 @@ class DecodeSide:
             note_mode(request, "disaggregated")
             self._ready.append(request)
             return
-        self._counts[state] += 1
-        logger.warning("request %s: its KV is %s, its prompt is computed here", request.id, state)
+        outcome = "lost" if state == "done" else state  # it may write on: what is here is not sure to stay
+        self._counts[outcome] += 1
+        logger.warning("request %s: its KV is %s, its prompt is computed here", request.id, outcome)
         self.abandoned.free_pages(request, None if is_released else read)
-        note_mode(request, "local prefill")
-        self._queues.add(request)
+        self._requeue(request)
 
     def _cancel(self, incoming: IncomingKv) -> None:
         self._counts["cancelled"] += 1

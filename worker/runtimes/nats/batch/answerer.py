@@ -101,9 +101,12 @@ class BatchAnswerer:
         request = running.request
         body = await self._storage.body(request.body_digest) if request.body_digest else request.body
         made_of = layout.request_digest(request.custom_id, request.url, body)
-        message = openai.message_of(request.url, body, made_of)
+        reports = self._messages.server.reports
+        with reports.reading(running.id):
+            message = openai.message_of(request.url, body, made_of)
         try:
-            parsed = running.parsed = await self._messages.parsed(message)
+            with reports.reading(running.id):
+                parsed = running.parsed = await self._messages.parsed(message)
             chunks = [chunk async for chunk in self._messages.chunks(running.id, parsed)]
         except InvalidRequest as error:
             raise openai.told(error, request.url, body) from error.__cause__
