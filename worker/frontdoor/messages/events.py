@@ -142,7 +142,7 @@ class MessageEvents:
 
     def _close(self, *, is_last: bool = False) -> list[Event]:
         """End the open block, if there is one; an empty one is left out."""
-        if is_last and self._finish_reason == "stop" and not self._ends_at_token:
+        if is_last and self._finish_reason in ("stop", "tool_calls") and not self._ends_at_token:
             rest, self._stop_sequence = self._held.stop()
         else:
             rest = self._held.release()
