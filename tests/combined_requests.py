@@ -61,6 +61,8 @@ _PROCESSORS: tuple[Fields, ...] = (
     _named(("force_last_phrase", {"text": " the end"})),
     _named(("trigger_phrase", {"text": " Wait", "after_tokens": 3}), ("dynamic_temperature", {"low": 0.5, "high": 2})),
     _named(("temperature", {"value": 0.8})),
+    _named(("forced_prefix", {"text": "<think>Hm"}), ("choice", {"choices": ["yes", "no"], "scope": "answer"})),
+    _named(("forced_prefix", {"text": "<think>DE</think>"}), ("min_tokens", {"n": 3, "scope": "answer"})),
 )
 
 COMMON: Mapping[str, Sequence[Fields]] = {
@@ -94,6 +96,7 @@ COMMON: Mapping[str, Sequence[Fields]] = {
         {"stream_options": {"continuous_usage_stats": True}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    "thinking": ({}, {"thinking_token_budget": 2}),
     "salt": ({}, {"cache_salt": "salt"}),
     "special": ({}, {"skip_special_tokens": False}),
     "names": ({}, {"return_tokens_as_token_ids": True}),

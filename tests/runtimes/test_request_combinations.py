@@ -59,6 +59,16 @@ REPORTS = (
 CONTRADICTING = ("processors", "allowed", "bad words", "guide", "format", "tools", "least")
 """Features that may leave no token together."""
 
+REASONS = (
+    "cannot be given beside ",
+    "is set, and the processor .* is named too",
+    "needs (n: 1|one prompt)",
+    "needs an end token|a request with an end token|has no end token",
+    "the answer at most|the most tokens of the answer",
+    "would end the answer there",
+)
+"""Parts of the refusals of what cannot be combined."""
+
 CHANGING = {"logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 """Fields that change logits."""
 
@@ -97,16 +107,18 @@ class RestlessEngine(EmbeddedEngine):
 
 @dataclass(frozen=True)
 class Doors:
-    """Clients of two front doors.
+    """Clients of front doors.
 
     Attributes:
         plain: Before a worker as it is.
         restless: Before one that computes in small pieces, drafts, and preempts.
-        vocabulary: That of both.
+        thinking: Before the first, whose thinking is told from its answers.
+        prompts: Tokenizer of all.
     """
 
     plain: httpx.AsyncClient
     restless: httpx.AsyncClient
+    thinking: httpx.AsyncClient
     prompts: Prompts
 
 
@@ -118,9 +130,10 @@ async def doors(tiny_model: Path) -> AsyncIterator[Doors]:
         argv = ("--max-num-batched-tokens", "16", "--speculative-config", json.dumps(drafts))
         odd = make_worker(tiny_model, *argv, engine=lambda arguments: RestlessEngine(embedded_config(arguments)))
         restless = await stack.enter_async_context(taking_requests(odd))
+        parser = ("--", "--dyn-reasoning-parser", "qwen3")
         clients = [
-            await stack.enter_async_context(door(tiny_model, f"grpc://127.0.0.1:{each.port}"))
-            for each in (plain, restless)
+            await stack.enter_async_context(door(tiny_model, f"grpc://127.0.0.1:{each.port}", arguments=arguments))
+            for each, arguments in ((plain, ()), (restless, ()), (plain, parser))
         ]
         yield Doors(*clients, Prompts.load(tiny_model, None))
 
@@ -157,6 +170,9 @@ async def check_row(doors: Doors, path: str, row: Row) -> None:
         if "error" not in whole:
             break
         row = without(path, row, request, whole["error"])
+    if path == CHAT:
+        thoughts = [await ask(doors.thinking, path, request), await folded(doors.thinking, path, request, options)]
+        assert same_answers(*thoughts), f"thinking: {thoughts[0]}\nstreamed: {thoughts[1]}"
     await check_choices(doors, path, request, whole)
     await check_reports(doors, path, row, whole)
     check_usage(whole)
@@ -224,6 +240,7 @@ def add(made: dict[str, Any], event: Any) -> None:
         said = delta.get("delta") or {}
         choice["text"] += delta.get("text") or said.get("content") or ""
         choice["finish_reason"] = delta.get("finish_reason") or choice["finish_reason"]
+        choice["thoughts"] = choice.get("thoughts", "") + (said.get("reasoning_content") or "")
         for call in said.get("tool_calls") or ():
             calls = choice.setdefault("calls", {})
             known = calls.setdefault(call["index"], ["", ""])
@@ -267,11 +284,12 @@ def plain(answer: Any) -> Any:
         if calls is None:
             functions = [each["function"] for each in (message or {}).get("tool_calls") or ()]
             calls = dict(enumerate([each["name"], each["arguments"]] for each in functions))
+        thoughts = (message or choice).get("reasoning_content" if message else "thoughts") or ""
         lists = {name: _given(choice.get(name)) for name in ("logprobs", "train_logprobs")}
         kept = {
             name: choice.get(name) for name in ("finish_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
         }
-        choices.append({"text": text, "calls": calls, **kept, **lists})
+        choices.append({"text": text, "thoughts": thoughts, "calls": calls, **kept, **lists})
     kept = {name: answer.get(name) for name in ("prompt_token_ids", "prompt_logprobs")}
     return choices, kept, _extension(answer.get("nvext"))
 
@@ -311,6 +329,7 @@ def without(path: str, row: Row, request: Fields, error: Any) -> Row:
         names = [name for name in CONTRADICTING if row.get(name)]
         assert names, f"fails without a reason: {message}"
         return {**row, names[0]: 0}
+    assert any(re.search(reason, message) for reason in REASONS), f"no reason that is known: {message}"
     root = re.split(r"[.\[]", param)[0]
     assert root in request, f"names a field that there is not: {param}"
     assert message.startswith(param), f"{param} does not begin {message}"
