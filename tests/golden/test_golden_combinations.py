@@ -174,7 +174,7 @@ def is_same(mode: str, message: Message, expected: Any, found: Any) -> bool:
     if message["sampling_options"].get("include_stop_str_in_output") and found[-1:] and found[-1] in ENDS:
         found = found[:-1]  # which shows all end tokens
     if message["stop_conditions"].get("stop"):
-        return expected[: len(found)] == found  # without the tokens of the stop string
+        return bool(expected[: len(found)] == found)  # without the tokens of the stop string
     return bool(expected == found)
 
 

@@ -34,6 +34,7 @@ from worker.engines.embedded.plan import Model, Output
 from worker.engines.embedded.serving.engine import load_for_serving
 from worker.engines.embedded.step import Stepper
 from worker.frontdoor.openengine.prompts import Prompts
+from worker.runtimes.openengine.runtime import OpenEngineWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -131,11 +132,12 @@ async def doors(tiny_model: Path) -> AsyncIterator[Doors]:
         odd = make_worker(tiny_model, *argv, engine=lambda arguments: RestlessEngine(embedded_config(arguments)))
         restless = await stack.enter_async_context(taking_requests(odd))
         parser = ("--", "--dyn-reasoning-parser", "qwen3")
-        clients = [
+        ways: tuple[tuple[OpenEngineWorker, tuple[str, ...]], ...] = ((plain, ()), (restless, ()), (plain, parser))
+        first, second, third = [
             await stack.enter_async_context(door(tiny_model, f"grpc://127.0.0.1:{each.port}", arguments=arguments))
-            for each, arguments in ((plain, ()), (restless, ()), (plain, parser))
+            for each, arguments in ways
         ]
-        yield Doors(*clients, Prompts.load(tiny_model, None))
+        yield Doors(first, second, third, Prompts.load(tiny_model, None))
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -850,7 +850,7 @@ def test_guides_become_processors_where_requests_migrate(
     assert not {*fields, "guided_decoding_backend"} & set(body)
 
 
-TAGGED = {**TAGS, "tags": [{**TAG, "type": "tag", "content": {"type": "regex", "pattern": "a"}}]}
+TAGGED: dict[str, Any] = {**TAGS, "tags": [{**TAG, "type": "tag", "content": {"type": "regex", "pattern": "a"}}]}
 TAGGED |= {"at_least_one": False, "stop_after_first": False}
 TAG_GUIDE: tuple[str, dict[str, Any], dict[str, Any]] = (
     CHAT,

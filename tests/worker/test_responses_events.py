@@ -258,8 +258,8 @@ def test_log_probabilities_of_each_message_are_its_own(
     for size in [*sizes, len(tokens)]:
         ids = list(range(at, min(at + size, len(tokens))))
         at += len(ids)
-        text = decoder.decode(b"".join(tokens[each] for each in ids))
-        made = {"token_ids": ids, "text": text, "log_probs": [-1.0] * len(ids), "top_logprobs": [[]] * len(ids)}
+        decoded = decoder.decode(b"".join(tokens[each] for each in ids))
+        made = {"token_ids": ids, "text": decoded, "log_probs": [-1.0] * len(ids), "top_logprobs": [[]] * len(ids)}
         made |= {"finish_reason": "stop"} if at == len(tokens) else {}
         for event in form.events(made):
             for each in stage.feed(event):
