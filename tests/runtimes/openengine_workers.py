@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import grpc
 from google.rpc import status_pb2
 from running_workers import taking_requests
 
-from worker.arguments import parse_arguments
+from worker.arguments import Arguments, parse_arguments
 from worker.build import Built, make_engine
+from worker.engines import ServingEngine
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.runtime import OpenEngineWorker
 
@@ -118,13 +119,15 @@ def engine_error_of(error: grpc.aio.AioRpcError) -> wire.EngineError:
     return found
 
 
-def make_worker(model: Path, *argv: str) -> OpenEngineWorker:
-    """A worker that serves ``model`` as ``tiny``, not started."""
+def make_worker(
+    model: Path, *argv: str, engine: Callable[[Arguments], ServingEngine] = make_engine
+) -> OpenEngineWorker:
+    """A worker that serves ``model`` as ``tiny``, not started; ``engine`` makes its engine."""
     given = ["--runtime", "openengine", "--model-path", str(model), "--served-model-name", "tiny", *argv]
     for flag, value in DEFAULTS.items():
         given += [] if flag in argv else [flag, value]
     arguments = parse_arguments(given, {})
-    return OpenEngineWorker(Built(make_engine(arguments), arguments, None, smoke=False))
+    return OpenEngineWorker(Built(engine(arguments), arguments, None, smoke=False))
 
 
 @asynccontextmanager

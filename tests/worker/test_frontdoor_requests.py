@@ -850,6 +850,26 @@ def test_guides_become_processors_where_requests_migrate(
     assert not {*fields, "guided_decoding_backend"} & set(body)
 
 
+TAGGED: dict[str, Any] = {**TAGS, "tags": [{**TAG, "type": "tag", "content": {"type": "regex", "pattern": "a"}}]}
+TAGGED |= {"at_least_one": False, "stop_after_first": False}
+TAG_GUIDE: tuple[str, dict[str, Any], dict[str, Any]] = (
+    CHAT,
+    {"response_format": {"type": "structural_tag", "format": TAGGED}},
+    {"name": "structural_tag", "args": {"format": TAGGED}},
+)
+
+
+@pytest.mark.parametrize(("path", "fields", "processor"), [*GUIDES, TAG_GUIDE])
+def test_a_guide_and_its_processor_are_one_control(
+    path: str, fields: dict[str, Any], processor: dict[str, Any]
+) -> None:
+    """Both were kept where requests migrate; without that the worker refuses them."""
+    given = {**BASE[path], **fields, "logits_processors": [MIN_TOKENS, processor]}
+    with pytest.raises(Refused, match="too; give one of them") as caught:
+        rewritten(path, json.dumps(given).encode(), {}, CATALOG, carries_guides=True)
+    assert str(caught.value.param).startswith(tuple(fields))
+
+
 @pytest.mark.parametrize(
     ("headers", "fields"),
     [

@@ -144,6 +144,17 @@ async def test_continuous_usage_is_asked_for() -> None:
         assert body_of(at)["stream_options"] == {"continuous_usage_stats": True, "include_usage": True}
 
 
+async def test_continuous_usage_needs_usage() -> None:
+    """The frontend is asked for both; the client had the counts without asking for usage."""
+    chunks = [{**each, "usage": USAGE} for each in CHUNKS]
+    options = {"continuous_usage_stats": True}
+    async with house(says(*chunks), **HERMES) as at:
+        for wanted in (False, True):
+            asked = {**TOOLS, "stream": True, "stream_options": {**options, "include_usage": wanted}}
+            found = events(await at.ask(post(encoded(asked))))
+            assert any(isinstance(each, dict) and each.get("usage") for each in found) == wanted
+
+
 async def test_a_bad_field_is_refused_before_anything_is_asked() -> None:
     async with house(says(*CHUNKS), **HERMES) as at:
         for wrong, param in (({"stream_options": {"x": 1}}, "stream_options.x"), ({"best": 1}, "best")):

@@ -293,6 +293,16 @@ def test_a_stop_sequence_before_min_tokens_is_text(matched: Any, text: str, foun
     assert message["nvext"] == {"engine_data": {"own": 1}}
 
 
+@pytest.mark.parametrize("text", ["so STOP", "STOP"])
+def test_a_stop_sequence_behind_a_call_is_cut(text: str) -> None:
+    """It was part of the text, and the reason of the end was the call."""
+    chunks = [chunk(**call(0, "{}", name="f")), chunk(content=text), chunk("tool_calls"), last()]
+    message = message_of(chunks, stop_sequences=("STOP",))
+    assert [each.get("text") for each in message["content"][1:]] == ([] if text == "STOP" else ["so "])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
+    assert message_of([*chunks[:1], *chunks[2:]], stop_sequences=("STOP",))["stop_reason"] == "tool_use"
+
+
 def test_an_answer_that_was_aborted_is_no_message() -> None:
     ends = {**chunk("stop"), "nvext": {"engine_data": {"rollout": "{}", "abort": True}}}
     with pytest.raises(Refused, match="aborted"):

@@ -339,6 +339,18 @@ def test_hidden_wins_over_shown() -> None:
     assert request.shown_stop_token_ids == {5}
 
 
+@pytest.mark.parametrize("named", [None, [2], [2, 3]])
+def test_the_model_s_end_tokens_are_hidden_unnamed(named: list[int] | None) -> None:
+    """Dynamo's frontend names them, and other clients' answers had an end token that these hide."""
+    base = with_field("stop_conditions.stop_token_ids_hidden", None, with_field("eos_token_ids", named))
+    base = with_field("sampling_options.include_stop_str_in_output", True, base)
+    for path in ("stop_conditions.stop_token_ids", "stop_conditions.stop_token_ids_visible"):
+        request = parse_request(with_field(path, [2, 3, 5], base), LIMITS)
+        assert request.shown_stop_token_ids == {5}
+        ignored = with_field("stop_conditions.ignore_eos", True, with_field(path, [2, 3, 5], base))
+        assert parse_request(ignored, LIMITS).shown_stop_token_ids == {2, 3, 5}
+
+
 def test_ignore_eos_leaves_the_model_s_end_tokens_out() -> None:
     base = with_field("stop_conditions.stop_token_ids_hidden", None)
     assert parse_request(base, LIMITS).params.end_token_ids == {2, 3}

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from effort import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from responses_oracle import check_stream, checked_event, checked_response
 
 from adapters.calls import FORMATS
+from adapters.calls.writing import written_calls
 from worker.frontdoor.calls import CallParser
 from worker.frontdoor.chat_stream import assembled
 from worker.frontdoor.errors import FieldRefused, Refused
@@ -243,6 +244,51 @@ def test_log_probabilities_of_a_message_have_no_call() -> None:
         (part,) = message["content"]
         assert part["text"] == "".join(text)
         assert [each["token"] for each in part["logprobs"]] == text
+
+
+_CALL = written_calls(FORMATS["hermes"], [("f", {})]).encode()
+CALL = [_CALL[start : start + 7] for start in range(0, len(_CALL), 7)]
+SEGMENTS: dict[str, list[bytes]] = {"call": CALL, "thought": [b"<think>", b"Hm", b".", b"</think>"]}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    between=st.lists(st.sampled_from(sorted(SEGMENTS)), min_size=3, max_size=3),
+    sizes=st.lists(st.integers(1, 9), max_size=12),
+)
+@example(lengths=[1, 1], between=["thought"] * 3, sizes=[])
+@example(lengths=[1, 1], between=["call"] * 3, sizes=[])
+@settings(max_examples=examples(200), deadline=None)
+def test_log_probabilities_of_each_message_are_its_own(
+    lengths: list[int], between: list[str], sizes: list[int]
+) -> None:
+    """Those of a call or a thought behind it were a message's where they came in its chunk."""
+    tokens: list[bytes] = []
+    texts = [(letter * length).encode() for letter, length in zip("\xe9\u65e5\xe4", lengths, strict=False)]
+    for text, other in zip(texts, between, strict=False):
+        tokens += [text[start : start + 2] for start in range(0, len(text), 2)] + SEGMENTS[other]
+    split = ThinkingSplit(PARSERS["qwen3"], is_inside=False)
+    form = AnswerForm(AskedAnswer({}, is_chat=True, model="m"), "1", 0, tokens.__getitem__, split)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    stage = ToolStage(lambda: CallParser(FORMATS["hermes"], {"f": {}}))
+    items, at = OutputItems(0), 0
+    for size in [*sizes, len(tokens)]:
+        ids = list(range(at, min(at + size, len(tokens))))
+        at += len(ids)
+        decoded = decoder.decode(b"".join(tokens[each] for each in ids))
+        made = {"token_ids": ids, "text": decoded, "log_probs": [-1.0] * len(ids), "top_logprobs": [[]] * len(ids)}
+        made |= {"finish_reason": "stop"} if at == len(tokens) else {}
+        for event in form.events(made):
+            for each in stage.feed(event):
+                for choice in each["choices"]:
+                    list(items.events(choice))
+        if at == len(tokens):
+            break
+    list(items.end("completed"))
+    parts = [item["content"][0] for item in items.items if item["type"] == "message"]
+    assert [part["text"] for part in parts] == [text.decode() for text in texts]
+    for part in parts:
+        assert b"".join(bytes(each["bytes"]) for each in part["logprobs"]) == part["text"].encode()
 
 
 def test_receipts_come_with_the_response() -> None:

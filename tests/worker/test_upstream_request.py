@@ -27,7 +27,7 @@ from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.asking import own_name, written
 from worker.runtimes.openengine.errors import Unsupported
 from worker.runtimes.openengine.request import FIELDS, CallHints, read, renamed
-from worker.sampling import SamplingParams
+from worker.sampling import GuidedDecodingParams, SamplingParams
 
 LIMITS = RequestLimits(context_length=64, vocab_size=1000, eos_token_ids=(1,), numerics="exact", kv_dtype="float32")
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -173,6 +173,18 @@ def test_every_field_of_a_client_is_read(path: str, name: str) -> None:
     assert read_body(path, {**BODIES[path], name: value}, {}, thinks=False).is_chat == (path == CHAT)
 
 
+@pytest.mark.parametrize("schema", [True, False, {}])
+def test_any_schema_of_a_format_arrives(schema: Any) -> None:
+    """True and false are schemas, and were taken for no format at all."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked = read_body(CHAT, {"messages": [], "response_format": form}, {}, thinks=False)
+    assert asked.message["sampling_options"] == {"guided_decoding": {"json": schema}}
+    message = {"model": "tiny", "token_ids": [5], "sampling_options": asked.message["sampling_options"]}
+    sent = read(written(message, "id"), ("tiny",), CallHints())
+    made = parse_request({**sent.message, "model": "tiny"}, LIMITS)
+    assert made.params.guided_decoding == GuidedDecodingParams(json=schema)
+
+
 def test_headers_and_nvext_arrive() -> None:
     headers = {b"x-dynamo-meta-logits-processors": b'{"version":1}', b"x-tenant-id": b"a", b"x-other": b"b"}
     nvext = {"agent_hints": {"priority": 3}, "max_thinking_tokens": 4, "extra_fields": ["engine_data"]}
@@ -187,6 +199,9 @@ def test_headers_and_nvext_arrive() -> None:
     assert salted.message["routing"]["cache_salt"] == "b"
     ids = read_body(CHAT, {"messages": [{"role": "user"}], "nvext": {"token_data": [5, 6]}}, {}, thinks=False)
     assert (ids.message["token_ids"], "messages" in ids.message) == ([5, 6], False)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    told = read_body(CHAT, {"messages": [], "tools": tools, "nvext": {"token_data": [5]}}, {}, thinks=False)
+    assert "tools" not in told.message  # which a template would get, and none makes a prompt of ids
     chat = read_body(CHAT, {"messages": [], "max_completion_tokens": 5, "max_tokens": 9}, {}, thinks=False)
     assert chat.message["stop_conditions"] == {"max_tokens": 5}
 

@@ -60,8 +60,10 @@ async def _stream(
             if not exchange.has_begun:
                 for name, value in annotations.items():
                     await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
-            if not (with_usage or chunk.get("choices")):
-                continue
+            if not with_usage:
+                if not chunk.get("choices"):
+                    continue
+                chunk.pop("usage", None)
             if "prompt_logprobs" in chunk:
                 await exchange.send_event(chunk)
             else:

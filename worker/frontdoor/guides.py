@@ -37,7 +37,7 @@ def guide_as_processor(fields: Body) -> FieldProcessor | None:
         if processor is not None and len(json.dumps(processor)) <= LONGEST:
             del fields[name]
             fields.pop("guided_decoding_backend", None)
-            return stands_for(name, processor)
+            return stands_for(name, processor, is_control=True)
     return None
 
 

@@ -188,4 +188,4 @@ def structural_tag_as_processor(fields: Body) -> FieldProcessor | None:
     del fields["response_format"]
     where = "response_format.format" if "format" in wanted else "response_format"
     made = processor("structural_tag", format=format_of(wanted))
-    return FieldProcessor(made, lambda path: where + path.removeprefix(".args.format"))
+    return FieldProcessor(made, lambda path: where + path.removeprefix(".args.format"), is_control=True)

@@ -283,9 +283,9 @@ def _ends(values: dict[str, Any], ignore_eos: bool, limits: RequestLimits) -> tu
             _check_vocabulary(path, min(ids), max(ids), limits)
     plain, visible, hidden, eos = given
     if not ignore_eos:
-        hidden |= eos
+        hidden |= eos | frozenset(limits.eos_token_ids)
     shown_ids = (visible | (plain if values.pop("include_stop", False) else frozenset())) - hidden
-    ends = plain | visible | hidden | (frozenset() if ignore_eos else frozenset(limits.eos_token_ids))
+    ends = plain | visible | hidden
     fields = {
         "end_id": limits.eos_token_ids[0] if limits.eos_token_ids else None,
         "stop_token_ids": sorted(ends) or None,

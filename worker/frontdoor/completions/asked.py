@@ -21,6 +21,12 @@ MAX_PROMPTS = 1024
 
 Prompt = str | list[int]
 
+_WITHOUT_RUNNING_USAGE = (
+    *("echo", "logprobs", "prompt_logprobs", "return_token_ids", "logprobs_mode", "token ids of nvext.extra_fields"),
+    *("max_tokens: 0", "several prompts"),
+)
+"""Reasons for which a completion is answered here."""
+
 _READ_HERE = ("prompt", "echo", "prompt_logprobs", "stream", "stream_options")
 
 
@@ -123,7 +129,7 @@ def _usage(fields: Body, is_streamed: bool) -> bool:
         raise FieldRefused("stream_options", "needs stream: true")
     field_checks.stream_options(options, fields)
     if options.get("continuous_usage_stats"):
-        problem = "is not supported beside echo, logprobs, prompt_logprobs and max_tokens: 0"
+        problem = f"is not supported beside {', '.join(_WITHOUT_RUNNING_USAGE)}"
         raise FieldRefused("stream_options.continuous_usage_stats", problem)
     return bool(options.get("include_usage"))
 

@@ -74,7 +74,8 @@ class AnswerForm:
             return
         logprobs = self._logprobs(chunk)
         while len(parts) > 1:  # one of thinking, one of the answer behind it
-            yield self._event(parts.pop(0), None, None)
+            yield self._event(parts.pop(0), None, logprobs)
+            logprobs = None
         yield self._event(parts[0] if parts else None, reason, logprobs) | shown
 
     def usage_event(self) -> Document:

@@ -94,8 +94,9 @@ def read_body(path: str, body: Mapping[str, Any], headers: Mapping[bytes, bytes]
             reader(asked, name, value)
         elif name not in (*_FORM, *_NO_EFFECT):
             raise InvalidRequest(name, "is a field of Dynamo's frontend, and the workers are asked without it")
-    if "token_ids" in message:
+    if "token_ids" in message:  # no template tells the model of tools
         message.pop("messages", None)
+        message.pop("tools", None)
     _read_headers(asked, headers)
     if thinks and message["sampling_options"].get("guided_decoding") is not None:
         message["require_reasoning"] = True

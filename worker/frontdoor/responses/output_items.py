@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.responses.items import Item
@@ -23,7 +25,9 @@ class OutputItems:
         self._open: OutputItem | None = None
         self._call_index = -1
         self._logprobs: list[Item] = []
-        self._before: list[Item] = []  # of the chunk with the newest reasoning, in which a message may begin
+        self._before: list[Item] = []  # of the chunk with the newest reasoning or call, in which a message may begin
+        self._num_ahead = 0  # bytes of a message's tokens behind its text, those of a character that is not complete
+        self._unscored = ""  # newest text of a message, whose tokens come with what is behind it in the same chunk
 
     @property
     def items(self) -> list[Item]:
@@ -41,13 +45,13 @@ class OutputItems:
         self._logprobs += _logprobs_of(choice, self._num_alternatives)
         if reasoning:
             yield from self._of_reasoning(reasoning)
-            self._before, self._logprobs = self._logprobs, []
+            self._set_aside()
         if text:
             yield from self._of_text(text)
-        if calls:
-            self._logprobs = []  # a response has none of their tokens, nor of the marks around them
         for call in calls or ():
             yield from self._of_call(call)
+        if calls:
+            self._set_aside()
 
     def end(self, status: str) -> Iterator[Event]:
         """The events of the end; a completed response has a message or a call, be it empty.
@@ -57,7 +61,17 @@ class OutputItems:
         """
         if status == "completed" and all(item["type"] == "reasoning" for item in self.items):
             yield from self._opened(MessageOutput(len(self.items)))
+        if isinstance(self._open, MessageOutput) and self._logprobs:  # of tokens without a text
+            logprobs, self._logprobs = self._logprobs, []
+            yield from self._open.add("", logprobs)
         yield from self._closed(status)
+
+    def _set_aside(self) -> None:
+        """Have no message get log probabilities of reasoning and of calls, but for the text that
+        may follow in the same chunk.
+        """
+        if self._logprobs:
+            self._before, self._logprobs = self._logprobs, []
 
     def _of_reasoning(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, ReasoningOutput):
@@ -67,12 +81,27 @@ class OutputItems:
 
     def _of_text(self, text: str) -> Iterator[Event]:
         if isinstance(self._open, ReasoningOutput | CallOutput):
-            self._logprobs = _last_tokens(self._before + self._logprobs, text)
+            self._logprobs = _from_text_on(self._before + self._logprobs, text)
+            self._before = []
         if not isinstance(self._open, MessageOutput):
             yield from self._opened(MessageOutput(len(self.items)))
+            self._num_ahead = 0
         assert isinstance(self._open, MessageOutput)
-        logprobs, self._logprobs = self._logprobs, []
+        logprobs = self._taken(text)
+        self._unscored = "" if logprobs else text
         yield from self._open.add(text, logprobs)
+
+    def _taken(self, text: str) -> list[Item]:
+        """The log probabilities of the tokens up to the end of a text, which are taken."""
+        encoded = text.encode()
+        if len(encoded) <= self._num_ahead:
+            self._num_ahead -= len(encoded)
+            return []
+        places = _places(self._logprobs, encoded[self._num_ahead :])
+        end = len(self._logprobs) if places is None else places.end
+        self._num_ahead = 0 if places is None else places.num_ahead
+        taken, self._logprobs = self._logprobs[:end], self._logprobs[end:]
+        return taken
 
     def _of_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
         index = call.get("index", 0)
@@ -93,8 +122,12 @@ class OutputItems:
     def _closed(self, status: str) -> Iterator[Event]:
         if self._open is None:
             return
-        if isinstance(self._open, MessageOutput) and self._logprobs:  # of tokens without a text
-            yield from self._of_text("")
+        if isinstance(self._open, MessageOutput) and self._unscored and self._logprobs:
+            places = _places(self._logprobs, self._unscored.encode())
+            if places is not None:
+                yield from self._open.add("", self._logprobs[places.begin : places.end])
+                del self._logprobs[: places.end]
+        self._unscored = ""
         closed, self._open = self._open, None
         self._finished.append(closed.item(status))
         yield from closed.end(status)
@@ -109,6 +142,39 @@ def _logprobs_of(choice: Mapping[str, Any], num_alternatives: int) -> list[Item]
         {**_token(each), "top_logprobs": [_token(top) for top in (each.get("top_logprobs") or ())[:num_alternatives]]}
         for each in content or ()
     ]
+
+
+class _Places(NamedTuple):
+    """Tokens that spell a text.
+
+    Attributes:
+        begin: Index of the first.
+        end: Index behind the last.
+        num_ahead: Bytes of the last behind the text.
+    """
+
+    begin: int
+    end: int
+    num_ahead: int
+
+
+def _places(logprobs: Sequence[Item], text: bytes, *, last: bool = False) -> _Places | None:
+    """The first tokens that spell ``text``, or the last; None if none do, as where tokens are
+    hidden among them, or are told by their ids.
+    """
+    ends = [0, *accumulate(len(each["bytes"]) for each in logprobs)]
+    whole = b"".join(bytes(each["bytes"]) for each in logprobs)
+    start = whole.rfind(text) if last else whole.find(text)
+    if start < 0:
+        return None
+    end = bisect_left(ends, start + len(text))
+    return _Places(bisect_right(ends, start) - 1, end, ends[end] - start - len(text))
+
+
+def _from_text_on(logprobs: list[Item], text: str) -> list[Item]:
+    """The log probabilities from the first token of ``text`` on, behind those of other items."""
+    places = _places(logprobs, text.encode(), last=True)
+    return _last_tokens(logprobs, text) if places is None else logprobs[places.begin :]
 
 
 def _last_tokens(logprobs: list[Item], text: str) -> list[Item]:

@@ -41,7 +41,7 @@ def guide_of(form: Any) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json": {"type": "object"}}
     schema = form.get("json_schema") if kind == "json_schema" else None
-    if isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+    if isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping | bool):
         return {"json": schema["schema"]}
     raise InvalidRequest("response_format", "must be of type text, json_object or json_schema with its schema")
 

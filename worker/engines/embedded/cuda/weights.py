@@ -1,8 +1,8 @@
 """Weights of whole rows of logits in Triton, as integers: the tokens of the CPU's kernels.
 
 The weight of a token is the one of `adapters.sampling.weights`, and the exponential that of
-`native/exponential.h`: single operations in float64, none of them fused, in its order. Sums of integers
-are exact in any order, so that a row's token is the CPU's.
+`native/exponential.h`: single operations in float64, none of them fused, in its order. Sums of
+integers are exact in any order, so that a row's token is the CPU's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SMALLEST = tl.constexpr(-708.0)
 
 @triton.jit
 def _exponential(x):
-    """exp(x) of float64 at most 709; 0 below -708: see `exponential` in ``native/exponential.h``."""
+    """exp(x) of float64 at most 709; 0 below -708: see ``native/exponential.h``."""
     shifted = x * _LOG2_E + _TO_WHOLE
     whole = shifted - _TO_WHOLE
     high = x - whole * _LN_2_HIGH

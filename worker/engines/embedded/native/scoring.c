@@ -196,12 +196,10 @@ score_rows(const void *arguments, int64_t first, int64_t stop)
                    .divisor = s->divisors ? s->divisors[row] : 1.0, .token = s->tokens[row], .rank = 1,
                    .top = {smaller(s->counts[row], s->ranked), 0, s->top_ids + row * s->most,
                            s->top_logprobs + row * s->most}};
-        if (s->divisors)
-            score_row((how_t){s->is_float64, 1}, &r);
-        else if (s->is_float64)
-            score_row((how_t){1, 0}, &r);
+        if (s->is_float64)
+            s->divisors ? score_row((how_t){1, 1}, &r) : score_row((how_t){1, 0}, &r);
         else
-            score_row((how_t){0, 0}, &r);
+            s->divisors ? score_row((how_t){0, 1}, &r) : score_row((how_t){0, 0}, &r);
         s->logprobs[row] = isfinite(r.highest) ? r.chosen : NAN;
         s->ranks[row] = r.rank;
         s->found[row] = r.top.found;

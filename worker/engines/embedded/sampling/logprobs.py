@@ -149,7 +149,7 @@ def attach_masses(
             without an error.
     """
     sampled = [samples.token_ids[row] for row in rows]
-    divisors = torch.tensor(temperatures, dtype=torch.float64)
+    divisors = torch.tensor(temperatures, dtype=torch.float64) if set(temperatures) != {1.0} else None
     whole = _values(raw, sampled, divisors)
     part = _values(left, sampled, divisors)
     for row, own, of_kept in zip(rows, whole, part, strict=True):
@@ -161,9 +161,9 @@ def attach_masses(
         )
 
 
-def _values(logits: torch.Tensor, token_ids: Sequence[int], divisors: torch.Tensor) -> list[float]:
+def _values(logits: torch.Tensor, token_ids: Sequence[int], divisors: torch.Tensor | None) -> list[float]:
     """Log probability of a token of each row of divided logits, as in `token_logprobs`."""
     if scoring.can_score(logits):
         return [one.logprob for one in scoring.score(logits, token_ids, [0] * len(token_ids), divisors=divisors)]
-    logprobs = (logits.double() / divisors[:, None]).log_softmax(-1)
-    return logprobs.gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    divided = logits.double() if divisors is None else logits.double() / divisors[:, None]
+    return divided.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
