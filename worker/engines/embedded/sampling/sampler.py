@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from adapters.chain import Planned, apply_edits, apply_late, edit_elements_alone
-from adapters.contract import apply_bitmask
+from adapters.contract import apply_bitmask, is_allowed
 from adapters.devices import launching_on, upload
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
@@ -105,6 +105,8 @@ class Sampler:
         errors |= {row: str(failure) for row, failure in apply_edits(logits, planned).items()}
         if bitmask is not None:
             apply_bitmask(logits, bitmask)
+            masked = (one for one in forced_rows(planned) if not is_allowed(bitmask[one.row], one.token_id))
+            errors |= {one.row: one.refuse("the bitmask masks") for one in masked if one.row not in errors}
         failed = apply_late(logits, planned, lambda: self._mask_never(logits))
         errors |= {row: str(failure) for row, failure in failed.items()}
 
@@ -205,7 +207,7 @@ class Sampler:
             if one.row in samples.errors:
                 continue
             if one.token_id in self._undecodable:
-                samples.errors[one.row] = one.refuse()
+                samples.errors[one.row] = one.refuse("this model never samples")
             else:
                 samples.token_ids[one.row] = forced[one.row] = one.token_id
         return forced
