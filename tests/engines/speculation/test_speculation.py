@@ -38,6 +38,7 @@ from kv_doubles import END as END_OF_RECALL
 from kv_doubles import RecallModel, answer, recall_request
 from prometheus_client import CollectorRegistry
 from random_checkpoints import EVERY_TYPE
+from safetensors.torch import load_file, save_file
 from speculation_runs import EXAMPLES, NEW_TOKENS, PLAIN, TEXTS, Repeating, outcome, params_of
 
 from adapters.catalog import Catalog, parse_selection
@@ -381,6 +382,35 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoints: dict[str,
             kv_blocks=128,
             speculative_config={"method": "draft_model", "model": str(tmp_path / "other")},
         )
+
+
+@pytest.mark.parametrize("part", ["vocabulary", "added token"])
+def test_a_draft_model_with_another_tokenizer_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, part: str
+) -> None:
+    draft = Path(shutil.copytree(checkpoints["llama"], tmp_path / "draft"))
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    if part == "vocabulary":
+        vocabulary = tokenizer["model"]["vocab"]
+        one, other = [*vocabulary][-2:]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    else:
+        tokenizer["added_tokens"][0]["content"] = "<another>"
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(StartupError, match=f"--speculative-config: model {draft} has another tokenizer than"):
+        Engine(checkpoints["llama"], kv_blocks=128, speculative_config={"method": "draft_model", "model": str(draft)})
+
+
+def test_a_draft_model_whose_weights_overflow_is_named_by_its_option(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    draft = Path(shutil.copytree(checkpoints["llama"], tmp_path / "draft"))
+    weights = load_file(draft / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    weights["lm_head.weight"].fill_(1e10)
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=f"^--speculative-config: model {draft}: .*first forward pass"):
+        Engine(checkpoints["llama"], kv_blocks=128, speculative_config={"method": "draft_model", "model": str(draft)})
 
 
 def test_an_option_that_does_not_fit_the_draft_model_names_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
