@@ -305,6 +305,24 @@ def test_a_minimum_that_raises_ends_its_request_alone() -> None:
     assert [output.error for output in outputs if output.request_id == "b"] == [None] * 3
 
 
+def test_nothing_is_sampled_behind_an_error_within_a_draft() -> None:
+    """Whose next token would be the one before, which was right."""
+    model = ScriptedModel()
+    model.by_position[:, 7] = 100.0
+    one = request(model, "a", [5], SamplingParams(max_tokens=30))
+    context = Context(Vocabulary(WIDTH), frozenset({0}))
+    one.chain = ProcessorChain([Fails(None, context)], context)
+    one.chain.start(one.tokens)
+    driver = stepper(model)
+    driver.speculator = Drafting(lambda one: [7] * 6)
+    driver.add(one)
+    outputs = []
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    assert [output.token_id for output in outputs] == [7] * 20 + [None]
+    assert "no more" in str(outputs[-1].error)
+
+
 def test_a_failed_request_is_freed_without_garbage_collection() -> None:
     """A grammar is megabytes of the compiler's, of which the collector knows nothing."""
     model = ScriptedModel()
