@@ -50,6 +50,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Engine, Plan, Request
 from worker.engines.embedded.draft_model import DraftModel
+from worker.engines.embedded.drafted_rows import DraftedRows
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import DraftModelProposer, SpeculativeConfig, Speculator
@@ -259,6 +260,34 @@ def test_a_draft_that_overflows_leaves_nothing_behind() -> None:
             found[output.request_id] += [] if output.token_id is None else [output.token_id]
     assert found == {name: one.token_ids for name, one in plain.items()}
     assert driver.scheduler.queues.num_preemptions == 1
+
+
+@given(
+    drafts=st.lists(
+        st.tuples(st.lists(st.tuples(st.integers(0, USABLE - 1), st.booleans())), st.booleans()), min_size=1
+    ),
+    taken=st.sets(st.integers(0, 30), min_size=1),
+)
+def test_rows_are_those_of_their_history_whoever_leaves_a_step(
+    drafts: list[tuple[list[tuple[int, bool]], bool]], taken: set[int]
+) -> None:
+    """Of each request a draft, which of its logits are left out, and whether it leaves."""
+    model = ScriptedModel()
+    decode = tuple(request(model, str(row), [5 + row, 7], SamplingParams(max_tokens=9)) for row in range(len(drafts)))
+    owners, unread = list[int](), list[int]()
+    for owner, (draft, _) in enumerate(drafts):
+        unread += [len(owners) + place for place, (_, is_unread) in enumerate(draft) if is_unread]
+        owners += [owner] * (1 + len(draft))
+    tokens = tuple(tuple(token for token, _ in draft) for draft, _ in drafts)
+    plan = Plan(decode, (), decode, drafts=tokens, unread={row: row for row in unread})
+    logits = model.forward(plan)
+    left, rows = plan.without([one for one, (_, leaves) in zip(decode, drafts, strict=True) if leaves])
+    kept = [row for row, owner in enumerate(owners) if not drafts[owner][1]]
+    some = [row for row in sorted(taken) if row < len(kept)]
+    if some:
+        found = DraftedRows(model, left, logits[rows])
+        assert torch.equal(found.take(some), model.left_out[[kept[row] for row in some]])
+        assert found.late == {kept[row] for row in some} & set(unread)
 
 
 # -- what ends is freed
