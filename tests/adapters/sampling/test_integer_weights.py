@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adapters import row_kernels
+from adapters.sampling.truncation import beyond_shares
 from adapters.sampling.weights import (
     exponential_,
     point_in_one,
@@ -55,6 +56,13 @@ def test_a_row_that_cannot_be_sampled_has_no_weight(odd: float, monkeypatch: pyt
     assert torch.equal(found[:1], alone)
     assert not found[1].any()
     assert bool(found[2].any()) == (odd < 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_share_of_1_keeps_tokens_without_a_weight(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[0.0, -60.0], [0.0, -60.0]], dtype=dtype)
+    ((some, beyond),) = beyond_shares(rows, lambda some: weights_of(rows[some]), [1.0, 0.9])
+    assert (some.start, beyond.tolist()) == (0, [[False, False], [False, True]])
 
 
 @pytest.mark.parametrize("power", [0, -1, -1000, -1022, -1023, -1073])
