@@ -16,7 +16,7 @@ from whole_rows import sample_whole_rows
 
 from adapters.contract import Allow, apply_allows, bitmask_of
 from adapters.contract.bitmasks import apply_unpacked, unpacked
-from adapters.row_kernels import WholeRow
+from adapters.row_kernels import WholeRow, kernels_for, native_kernels
 from adapters.sampling import candidates
 from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
@@ -194,6 +194,15 @@ def test_masks_of_many_rows_by_several_threads(path: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(logits, expected)
+
+
+def test_kernels_are_for_rows_that_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.empty(4, 8)
+    assert kernels_for(rows) is kernels_for(rows[:, 2:]) is native_kernels() is not None
+    others = (rows.t(), rows.double(), rows.bfloat16(), rows.to("meta"))
+    assert [kernels_for(each) for each in others] == [None] * 4
+    monkeypatch.setattr(native_weights, "are_available", lambda: False)
+    assert kernels_for(rows) is native_kernels() is None
 
 
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)

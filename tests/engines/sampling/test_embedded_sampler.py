@@ -23,6 +23,7 @@ from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Edits, Output, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.step import plan_edits
+from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
@@ -195,6 +196,25 @@ def test_end_ids_end_the_answer_and_are_hidden(params: SamplingParams) -> None:
     answer = run_alone(model, PROMPT, params)
     stop = 9 if params.stop_token_ids else END
     assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([], "stop", stop)
+
+
+def test_a_hidden_end_id_has_its_log_probabilities_apart() -> None:
+    driver = stepper(likes_to_end())
+    params = SamplingParams(stop_token_ids=[9], ignore_eos=True, bad_token_ids=[END], logprobs=0)
+    driver.add(request(driver.model, "one", PROMPT, params))  # type: ignore[arg-type]
+    (output,) = driver.step()
+    assert (output.token_id, output.logprobs, output.stop_reason) == (None, None, 9)
+    assert output.end_logprobs is not None
+    assert [entry.token_id for entry in output.end_logprobs] == [9]
+
+
+def test_weights_are_named_once(model: ScriptedModel) -> None:
+    driver, outputs = stepper(model), list[Output]()
+    driver.weights = first = WeightVersion(number=1, digest="first")
+    driver.add(request(model, "one", PROMPT, greedy(max_tokens=5)))
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    assert [output.weights for output in outputs] == [(0, first), None, None, None, None]
 
 
 def test_end_ids_can_be_shown() -> None:
