@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from adapters.chain import ProcessorChain
 from adapters.contract import Bias, Context, Edit, Reads, Scale, Stage, SteeringProcessor, bitmask_of
+from adapters.processors.forcing import ForcedSequence
 from adapters.processors.truncation import TopK, TopP
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, TokenLogprob
@@ -361,6 +362,18 @@ def test_processed_logprobs_include_temperature_and_truncation(model: ScriptedMo
         lowest = sorted(row)[-3]
         check_logprobs(entries, token, normalised([v if v >= lowest else -math.inf for v in row]), 10)
         assert len(entries) == 4
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_tokens_that_are_all_forced_have_log_probabilities(model: ScriptedModel, mode: Any) -> None:
+    context = Context(Vocabulary(WIDTH), frozenset({END}))
+    one = request(model, "one", PROMPT, greedy(logprobs=0, logprobs_mode=mode))
+    one.chain = ProcessorChain([ForcedSequence(ForcedSequence.Args(token_ids=[7]), context)], context)
+    one.chain.start(PROMPT)
+    plan = Plan((one,), (), (one,))
+    samples = Sampler(WIDTH, model.undecodable_ids).sample(model.row(PROMPT)[None], plan_edits(plan), plan)
+    assert samples.token_ids == [7]
+    assert [entry.token_id for entry in samples.logprobs[0]] == [7]
 
 
 def test_equal_logprobs_rank_by_id() -> None:

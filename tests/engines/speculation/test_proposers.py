@@ -209,6 +209,28 @@ def test_a_corpus_forgets_its_older_half() -> None:
     assert list(proposer.propose([0, 1], 3).tokens) == []
 
 
+def test_a_draft_ends_with_the_answer_that_it_is_of() -> None:
+    corpus = Corpus(100)
+    corpus.add([10, 11, 12])
+    corpus.add([20, 21, 22])
+    assert list(SuffixProposer(2, corpus).propose([5, 10, 11], 4).tokens) == [12]
+    assert list(SuffixProposer(2, corpus).propose([5, 11, 12], 4).tokens) == []
+
+
+def test_a_history_is_looked_up_again_once_a_corpus_has_dropped_answers() -> None:
+    corpus = Corpus(40)
+    for number in range(1, 5):
+        corpus.add([100 * number + index for index in range(8)])
+    proposers = {first: SuffixProposer(2, corpus) for first in (400, 700)}
+    found = {first: list(one.propose([5, first, first + 1], 2).tokens) for first, one in proposers.items()}
+    assert found == {400: [402, 403], 700: []}
+    before = corpus.automaton
+    corpus.add([700 + index for index in range(8)])
+    assert corpus.automaton is not before
+    for first, one in proposers.items():
+        assert list(one.propose([5, first, first + 1], 2).tokens) == [first + 2, first + 3]
+
+
 def answered(speculator: Speculator, salt: str | None, answer: list[int], finish_reason: Any = "stop") -> None:
     """Let it remember the answer to the prompt [1, 2, 3]."""
     one = request(ScriptedModel(), "one", [1, 2, 3], SamplingParams(max_tokens=50))
