@@ -168,9 +168,7 @@ def keep_top_p(logits: torch.Tensor, ps: Sequence[float]) -> None:
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         index = rows[start : start + _ROWS_AT_ONCE]
         part = take(logits, index)
-        fit = part.amax(-1, keepdim=True).isfinite()
-        beyond = _beyond(part, weights_of(part), [ps[row] for row in index])
-        drop(logits, index, part, beyond & fit)
+        drop(logits, index, part, _beyond(part, weights_of(part), [ps[row] for row in index]))
 
 
 def _keep_top_p_on_host(logits: torch.Tensor, rows: list[int], ps: Sequence[float]) -> None:

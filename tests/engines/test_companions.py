@@ -182,6 +182,36 @@ def contrasted(house: House, number: int, last: int = 49) -> Request:
     return admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("negative", [9, CONTRAST], ids=["cfg", "contrastive"])
+def test_only_companions_of_one_salt_share_kv(negative: int) -> None:
+    house = House(pages=20, rows=4, budget=40, mixed=8, seed=1)
+
+    def guided(number: int, salt: str | None) -> Request:
+        asked = EngineRequest(str(number), [*range(3, 23)], SamplingParams(max_tokens=2), cache_salt=salt)
+        cfg = Requested("cfg", {"scale": 2.0, "negative_token_ids": [*range(30, 50)]})
+        wanted = Requested("contrastive") if negative == CONTRAST else cfg
+        asked = BUILDER.prepare(asked, Selection((wanted,)), BUILDER.context(frozenset({END}), 0, 2))
+        return admit(asked, 0, house.model, CONTEXT, draft_model=house.draft_model)  # type: ignore[arg-type]
+
+    house.stepper.add(guided(0, "a"))
+    while not house.stepper.scheduler.is_idle:
+        house.stepper.step()
+    for number, (salt, is_found) in enumerate((("a", True), ("b", False), (None, False)), 1):
+        companion = guided(number, salt).companion
+        assert companion is not None
+        found = house.stepper.scheduler.queues.cache_of(companion).match_prefix(companion)
+        assert bool(found) == is_found
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_a_receipt_says_that_the_draft_model_is_not_exact(numerics: str) -> None:
+    house = House(pages=20, rows=4, budget=40, mixed=8, seed=1)
+    house.draft_model.model.numerics = numerics
+    chain = contrasted(house, 0).chain
+    assert chain is not None
+    assert chain.receipt.numerics == numerics
+
+
 def test_requests_do_not_wait_for_pages_of_drafts_that_ended() -> None:
     house = House(pages=60, rows=4, budget=200, mixed=200, seed=1, drafts="model", drafted=100)
     requests = [contrasted(house, number) for number in range(2)]

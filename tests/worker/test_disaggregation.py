@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.catalog import Requested, Selection
 from worker.disaggregation.seal import CLOCK_SKEW_S, Seal
-from worker.disaggregation.serving import DisaggregatedServing, TransferMetrics
+from worker.disaggregation.serving import OUTCOMES, DisaggregatedServing, TransferMetrics
 from worker.engines import KeepKv, LocalPrefill, ReadKv, TokenDelta
 from worker.engines.embedded.transfer import params
 from worker.errors import ConfigurationError, InvalidRequest, Overloaded
@@ -41,13 +41,23 @@ def request(given: Any = None, prompt: list[int] = PROMPT, **fields: Any) -> Gen
     return GenerationRequest(prompt_token_ids=prompt, params=PARAMS, prefill_result=result, **fields)
 
 
-def transferred(secret: str = POOL, clock: Clock | None = None) -> dict[str, Any]:
+def transferred(secret: str = POOL, clock: Clock | None = None, adapter: str | None = None) -> dict[str, Any]:
     delta = TokenDelta(finish_reason="length", num_cached_tokens=2, kv=dict(KV))
-    return disaggregation("prefill", secret, clock=clock).transfer_params(PROMPT, CHOSEN, delta)
+    return disaggregation("prefill", secret, clock=clock).transfer_params(PROMPT, CHOSEN, delta, adapter)
 
 
 def test_decode_reads_where_prefill_says() -> None:
     assert disaggregation("decode").kv_of(request(transferred()), CHOSEN) == ReadKv(KV, num_cached_tokens=2)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("d", "d"), ("d", None), (None, "d")])
+def test_decode_reads_kv_of_the_requests_adapter_alone(theirs: str | None, ours: str | None) -> None:
+    asked = request(transferred(adapter=theirs), lora_digest=ours)
+    if theirs == ours:
+        assert disaggregation("decode").kv_of(asked, CHOSEN) == ReadKv(KV, num_cached_tokens=2)
+    else:
+        with pytest.raises(InvalidRequest, match="adapter: was made for another LoRA adapter"):
+            disaggregation("decode").kv_of(asked, CHOSEN)
 
 
 def test_decode_connects_to_nobody_but_its_own_pool() -> None:
@@ -84,6 +94,10 @@ def test_a_prompt_of_another_version_is_computed_here(version: int, caplog: pyte
     assert f"version: must be {params.VERSION}, got {version}" in caplog.text
     with pytest.raises(InvalidRequest, match="is of another version, and this decode worker computes no prompts"):
         disaggregation("decode", most=0).kv_of(request(given), CHOSEN)
+    decode = disaggregation("decode")
+    for number in range(3):
+        decode.admit(InFlightRequest(str(number), 3), decode.kv_of(request(given), CHOSEN))
+        assert len(caplog.records) == 3  # of the two workers before, and one of this
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
@@ -96,6 +110,7 @@ def test_a_probe_is_held_by_nobody_and_takes_no_place() -> None:
     assert disaggregation("prefill").kv_of(request(is_probe=True), CHOSEN) is None
     assert disaggregation("prefill").kv_of(request(), CHOSEN) == KeepKv()
     assert disaggregation("decode", most=0).kv_of(request(is_probe=True), CHOSEN) is None
+    assert disaggregation("decode").kv_of(request(transferred(), is_probe=True), CHOSEN) == ReadKv(KV, 2)
 
 
 def test_only_so_many_prompts_are_computed_without_a_kv_transfer() -> None:
@@ -132,6 +147,12 @@ def test_a_stream_closed_late_keeps_its_successors_local_prefill() -> None:
     assert decode.num_local_prefills == 1
 
 
+def test_a_seal_is_as_old_as_the_lease() -> None:
+    prefill = DisaggregatedServing("prefill", Seal(POOL, Clock()), lease_s=7.0, max_local_prefills=0)
+    delta = TokenDelta(finish_reason="length", kv=dict(KV))
+    assert prefill.transfer_params(PROMPT, CHOSEN, delta)["expires"] == Clock.now + 7
+
+
 def test_a_decode_worker_may_be_told_to_compute_no_prompts() -> None:
     decode = disaggregation("decode", most=0)
     with pytest.raises(InvalidRequest, match=r"disaggregated_params: is missing, and this decode worker computes no"):
@@ -146,16 +167,25 @@ def test_no_role_without_a_seal() -> None:
 def test_what_was_computed_here_is_counted_by_reason() -> None:
     class Counting:
         def transfers(self) -> dict[str, float]:
-            return {"lost": 2, "expired": 3}
+            return {"lost": 2, "expired": 3, "received": 4, "bytes": 500, "seconds": 0.25}
 
         def num_leased(self) -> int:
-            return 0
+            return 6
 
     decode, registry = disaggregation("decode"), CollectorRegistry()
     decode.admit(InFlightRequest("one", 3), decode.kv_of(request(), CHOSEN))
+    decode.admit(InFlightRequest("two", 3), LocalPrefill("version"))
     TransferMetrics(Counting(), decode, registry)  # type: ignore[arg-type]
     found = {
         reason: registry.get_sample_value("dlw_local_prefills_total", {"reason": reason})
-        for reason in ("missing", "late", "expired", "lost")
+        for reason in ("missing", "late", "version", "expired", "lost")
     }
-    assert found == {"missing": 1, "late": 0, "expired": 3, "lost": 2}
+    assert found == {"missing": 1, "late": 0, "version": 1, "expired": 3, "lost": 2}
+    outcomes = {name: registry.get_sample_value("dlw_kv_transfers_total", {"outcome": name}) for name in OUTCOMES}
+    assert outcomes == {**dict.fromkeys(OUTCOMES, 0), "lost": 2, "expired": 3, "received": 4}
+    for name, value in (
+        ("kv_received_bytes_total", 500),
+        ("kv_received_seconds_total", 0.25),
+        ("kv_leased_prompts", 6),
+    ):
+        assert registry.get_sample_value(f"dlw_{name}") == value

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.disaggregation.seal import CLOCK_SKEW_S, SECRET, SECRET_FILE, Seal, take_seal
+from worker.disaggregation.seal import CLOCK_SKEW_S, MAX_BODY, MIN_SECRET, SECRET, SECRET_FILE, Seal, take_seal
 from worker.errors import KV_TRANSFER_FIELD, ConfigurationError, InvalidRequest
 
 POOL = "a secret of this pool, and of no other"
@@ -76,9 +76,10 @@ def test_a_longer_lease_cannot_be_forged() -> None:
     assert "is not of this pool" in refused(seal, genuine | {"expires": genuine["expires"] + 1})
 
 
+@pytest.mark.parametrize("began", [1e9, 1e9 + 0.5])
 @pytest.mark.parametrize(("after", "is_late"), [(0, False), (30 + CLOCK_SKEW_S, False), (32 + CLOCK_SKEW_S, True)])
-def test_a_lease_that_has_timed_out_is_late(after: float, is_late: bool) -> None:
-    now = [1e9]
+def test_a_lease_that_has_timed_out_is_late(after: float, is_late: bool, began: float) -> None:
+    now = [began]
     seal = Seal(POOL, clock=lambda: now[0])
     genuine = seal.close(BODY, 30.0)
     now[0] += after
@@ -104,6 +105,21 @@ def test_a_short_secret_is_refused_and_not_repeated() -> None:
     assert str(error.value) == f"{SECRET} must be at least 32 characters, got 9"
 
 
+def test_parameters_that_are_too_long_are_not_signed_again() -> None:
+    seal = Seal(POOL)
+    long = seal.close(BODY, 30.0) | {"body": " " * (MAX_BODY + 1)}
+    assert f"{KV_TRANSFER_FIELD}.body: must be a text of up to {MAX_BODY} characters" in refused(seal, long)
+
+
+@pytest.mark.parametrize("secret", ["a" * MIN_SECRET, "\udcff" * MIN_SECRET])
+def test_any_text_that_is_long_enough_is_a_secret(secret: str) -> None:
+    """Also one that is no UTF-8, as the environment has it."""
+    prefill, decode = (take_seal(role, {SECRET: secret, SECRET_FILE: ""}) for role in ("prefill", "decode"))
+    assert prefill is not None
+    assert decode is not None
+    assert decode.open(prefill.close(BODY, 1.0)).body == BODY
+
+
 def test_a_secret_comes_from_one_place(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"\n{POOL}\n")
@@ -126,7 +142,10 @@ def test_a_file_without_a_secret_is_named(tmp_path: Path, content: bytes | None)
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill"])
-def test_no_child_process_inherits_the_secret(role: str) -> None:
-    environ = {SECRET: POOL, "PATH": "/bin"}
-    take_seal(role, environ)
-    assert environ == {"PATH": "/bin"}
+def test_no_child_process_inherits_the_secret(role: str, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(POOL)
+    for secret in ({SECRET: POOL}, {SECRET_FILE: str(file)}):
+        environ = {**secret, "PATH": "/bin"}
+        take_seal(role, environ)
+        assert environ == {"PATH": "/bin"}

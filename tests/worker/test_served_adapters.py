@@ -11,7 +11,8 @@ import pytest
 from interruptions import interruptions, nothing_left
 
 from worker.engines import EngineInfo
-from worker.engines.lora_adapters import UnknownAdapter
+from worker.engines.lora_adapters import AdapterRefused, UnknownAdapter
+from worker.errors import InvalidRequest
 from worker.runtimes.openengine import wire
 from worker.runtimes.openengine.control import Control
 from worker.server.adapters import ServedAdapters
@@ -89,6 +90,46 @@ async def test_a_caller_that_leaves_leaves_nothing_half_done(what: str) -> None:
         assert "b" in served.offered
 
 
+async def test_an_adapter_that_the_runtime_does_not_take_is_not_kept() -> None:
+    async def fails(name: str) -> None:
+        raise OSError("no")
+
+    served = Served()
+    served.adapters.publish = fails
+    with pytest.raises(AdapterRefused, match="the runtime does not register it: no"):
+        await served.adapters.load("a", "/a")
+    assert not served.engine.adapters
+    served.adapters.publish, served.adapters.withdraw = served._publish, fails
+    await served.adapters.load("a", "/a")
+    with pytest.raises(AdapterRefused, match="the runtime does not unregister it: no"):
+        await served.adapters.unload("a")
+    assert served.offered == set(served.engine.adapters) == {"a"}
+
+
+async def test_an_adapter_that_is_replaced_is_offered_once() -> None:
+    served, told = Served(), list[str]()
+
+    async def publish(name: str) -> None:
+        told.append(name)
+
+    served.adapters.publish = publish
+    for _ in range(2):
+        await served.adapters.load("a", "/a", replaces=True)
+    assert told == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "field"),
+    [("", "/a", "name"), ("a" * 257, "/a", "name"), ("a\n", "/a", "name"), ("model", "/a", "name"), ("a", "a", "path")],
+)
+async def test_a_wrong_name_or_path_is_named(name: str, path: str, field: str) -> None:
+    served = Served()
+    with pytest.raises(InvalidRequest, match=f"lora_{field}: must be"):
+        await served.adapters.load(name, path)
+    assert not served.engine.adapters
+    await served.adapters.load("a" * 256, "/a")
+
+
 async def test_an_adapter_has_its_id_though_its_caller_left() -> None:
     """A call over OpenEngine may be cancelled by its deadline, and be sent again."""
     wanted = wire.LoraAdapter(lora_id=7, lora_name="a", source_path="/a")
@@ -100,6 +141,15 @@ async def test_an_adapter_has_its_id_though_its_caller_left() -> None:
             await interruption.ended(control.load_lora(wire.LoadLoraRequest(adapter=wanted), cast(Any, None)))
         listed = await control.list_loras(wire.ListLorasRequest(), cast(Any, None))
         assert [*listed.adapters] == [wanted] * len(served.engine.adapters), interruption
+
+
+async def test_a_refused_load_says_why_over_openengine() -> None:
+    served = Served()
+    control = Control(cast(Any, SimpleNamespace(preparation=object(), adapters=served.adapters)), cast(Any, None))
+    wanted = wire.LoraAdapter(lora_id=7, lora_name="a", source_path="a")
+    with pytest.raises(InvalidRequest, match="lora_path: must be the absolute path of a directory, got 'a'"):
+        await control.load_lora(wire.LoadLoraRequest(adapter=wanted), cast(Any, None))
+    assert not (await control.list_loras(wire.ListLorasRequest(), cast(Any, None))).adapters
 
 
 async def test_an_unloaded_adapter_has_no_id_though_its_caller_left() -> None:

@@ -28,6 +28,8 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"json_object": True}, {"guided_json": {"type": "object"}}),
     ({"regex": "a+", "json": None, "json_object": False, "whitespace_pattern": None}, {"guided_regex": "a+"}),
     ({"json": {"type": "array"}, "disable_any_whitespace": True}, {"guided_json": {"type": "array"}}),
+    ({"regex": "a+", "disable_any_whitespace": False, "whitespace_pattern": ""}, {"guided_regex": "a+"}),
+    ({"regex": "a+", "disable_additional_properties": False}, {"guided_regex": "a+"}),
 ]
 
 

@@ -226,6 +226,19 @@ def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy) -> No
 
 
 @pytest.mark.parametrize(
+    ("kind", "value"), [(Temperature, 0.0), (Temperature, 9e-6), (TopK, 1), (TopP, 0.0), (MinP, 1.0)]
+)
+def test_greedy_values_keep_one_of_tied_tokens(kind, value) -> None:
+    assert kept(shaped(torch.tensor([1.0, 3.0, 3.0, -5.0]), make(kind, value))) == {1}
+
+
+def test_the_lowest_temperature_that_is_not_greedy_keeps_ties() -> None:
+    row = torch.tensor([1.0, 3.0, 3.0, -5.0])
+    assert kept(shaped(row, make(Temperature, 1e-5))) == {0, 1, 2, 3}
+    assert kept(shaped(row, make(Temperature, math.nextafter(1e-5, 0)))) == {1}
+
+
+@pytest.mark.parametrize(
     ("kind", "value"),
     [
         *[(Temperature, 1.0), (TopK, 0), (TopK, -1), (TopK, V), (TopP, 1.0), (MinP, 0.0), (TypicalP, 1.0)],
@@ -372,6 +385,16 @@ def test_rows_with_nothing_or_one_token_left(processor, only) -> None:
 def test_nan_is_never_hidden(processor, row, where) -> None:
     row[where] = torch.nan
     assert bool(shaped(row, processor).isnan().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_row_that_cannot_be_sampled_keeps_its_nucleus(dtype, odd) -> None:
+    rows = torch.stack([row_of(seed) for seed in range(20)]).to(dtype)
+    rows[:, 7] = odd
+    before = rows.clone()
+    TopP.shape_rows([make(TopP, 0.5)] * len(rows), rows)
+    assert torch.equal(rows.view(torch.uint8), before.view(torch.uint8))
 
 
 @few

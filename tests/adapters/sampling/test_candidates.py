@@ -90,6 +90,24 @@ def test_top_in_order_beside_rows_that_are_flat() -> None:
         assert torch.equal(chosen, row[places])
 
 
+@pytest.mark.parametrize("width", [20_000, 20_003])
+def test_the_highest_of_chosen_rows_with_many_of_one_value(width: int) -> None:
+    """In all blocks of a row, or in few whose last values are the highest."""
+    values = torch.randn(4, width, generator=torch.Generator().manual_seed(1))
+    values[2] = 0.5
+    values[1] = -1.0
+    values[1, : 20 * 64] = 1.0
+    values[1, 19 * 64 + 50 : 20 * 64] = 2.0
+    values[:, -1] = 9.0
+    rows, divisors = torch.tensor([3, 2, 1]), torch.tensor([[0.7], [1.0], [2.0]])
+    found, ids = top_in_order(values, 15, None, rows, divisors)
+    for row, divisor, chosen, places in zip(rows, divisors, found, ids, strict=True):
+        divided = values[row] / divisor
+        assert torch.equal(chosen, divided.topk(15).values)
+        assert torch.equal(chosen, divided[places])
+        assert places.tolist() == sorted(set(places.tolist()), key=lambda place: (-float(divided[place]), place))
+
+
 def test_sorted_ids() -> None:
     ids = torch.tensor([[2**31 - 1, 0, 5], [7, 6, 1]])
     found, order = sort_ids(ids)

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_doubles import WIDTH, ScriptedModel, request, run_alone
+from engine_doubles import END, WIDTH, ScriptedModel, request, run_alone
 
-from adapters.contract import bitmask_of
+from adapters.chain import ProcessorChain
+from adapters.contract import Context, bitmask_of
+from adapters.processors.forcing import ForcedSequence
+from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.fused import NO_TOKEN, FusedSamplingProcessor
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams
@@ -197,6 +200,19 @@ def test_an_empty_bitmask_and_nan_give_no_token_and_a_reason() -> None:
     assert "NaN" in sampling.errors[1]
     assert sampling.new_tokens is not None
     assert sampling.new_tokens[2] >= 0
+
+
+def test_a_forced_token_that_the_bitmask_masks_is_refused() -> None:
+    context = Context(Vocabulary(WIDTH), frozenset({END}))
+    packed = torch.stack([bitmask_of({3}, WIDTH), bitmask_of({7}, WIDTH)])
+    sampling = processor(hot(), hot(), bitmask=packed)
+    for one in sampling._requests:
+        one.chain = ProcessorChain([ForcedSequence(ForcedSequence.Args(token_ids=[7]), context)], context)
+        one.chain.start(PROMPT)
+    sampling(level(2))
+    assert sampling.get_new_tokens_numpy().tolist() == [NO_TOKEN, 7]
+    assert sampling.errors.keys() == {0}
+    assert "forces token 7, which the bitmask masks, at position 3" in sampling.errors[0]
 
 
 # -- tokens on the host

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from whole_rows import sample_whole_rows
 
-from adapters.contract import bitmask_of
+from adapters.contract import Allow, apply_allows, bitmask_of
 from adapters.contract.bitmasks import apply_unpacked, unpacked
-from adapters.row_kernels import WholeRow
+from adapters.row_kernels import WholeRow, kernels_for, native_kernels
 from adapters.sampling import candidates
 from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
@@ -114,9 +114,18 @@ def test_several_threads_search_many_rows(path: str) -> None:
     odd=st.sampled_from([-0.0, -math.inf, math.inf, math.nan]),
     rows=st.permutations(range(9)).map(lambda rows: rows[:5]),
     threads=st.sampled_from([1, 3]),
+    is_strided=st.booleans(),
 )
 def test_masks_are_applied_as_without_kernels(
-    path: str, seed: int, width: int, covered: float, kept: float, odd: float, rows: list[int], threads: int
+    path: str,
+    seed: int,
+    width: int,
+    covered: float,
+    kept: float,
+    odd: float,
+    rows: list[int],
+    threads: int,
+    is_strided: bool,
 ) -> None:
     """Masks of 9 rows' middle columns: what lies beside them, and other rows, stay as they are."""
     generator = torch.Generator().manual_seed(seed)
@@ -129,6 +138,8 @@ def test_masks_are_applied_as_without_kernels(
     inner = expected[:, 3 : 3 + width].contiguous()
     apply_unpacked(inner, [(row, unpacked(mask, width)) for row, mask in zip(rows, masks, strict=True)])
     expected[:, 3 : 3 + width] = inner
+    if is_strided:
+        masks = [torch.stack((mask, ~mask), 1)[:, 0] for mask in masks]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -149,6 +160,28 @@ def test_no_memory_beyond_rows_and_masks_is_touched(path: str, row: int, dtype: 
     assert not every.any()
 
 
+@pytest.mark.parametrize("rows", [[0], [0, 1, 1]])
+def test_each_row_has_a_mask_of_its_own(path: str, rows: list[int]) -> None:
+    logits, mask = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="zip"):
+        native_weights.apply_masks(logits, rows, [mask, mask])
+    assert not logits.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_rows_of_any_type_and_layout_are_masked(path: str, dtype: torch.dtype, is_strided: bool) -> None:
+    masks = [Allow(bitmask_of(range(first, 70, 3), 70)) for first in range(3)]
+    logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = torch.full_like(logits, -math.inf)
+    for row in range(3):
+        expected[row, row::3] = logits[row, row::3]
+    if is_strided:
+        logits = logits.t().contiguous().t()
+    apply_allows(logits, [*enumerate(masks)])
+    assert torch.equal(logits, expected)
+
+
 def test_masks_of_many_rows_by_several_threads(path: str) -> None:
     logits = torch.randn(40, 40_003, generator=torch.Generator().manual_seed(1))
     masks = [bitmask_of(range(row, 40_003, 7), 40_003) for row in range(40)]
@@ -162,6 +195,15 @@ def test_masks_of_many_rows_by_several_threads(path: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(logits, expected)
+
+
+def test_kernels_are_for_rows_that_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.empty(4, 8)
+    assert kernels_for(rows) is kernels_for(rows[:, 2:]) is native_kernels() is not None
+    others = (rows.t(), rows.double(), rows.bfloat16(), rows.to("meta"))
+    assert [kernels_for(each) for each in others] == [None] * 4
+    monkeypatch.setattr(native_weights, "are_available", lambda: False)
+    assert kernels_for(rows) is native_kernels() is None
 
 
 exponents = st.floats(-708, 700) | st.floats(-32, 0) | st.floats(-1e-3, 0)
@@ -403,11 +445,11 @@ drawn_controls = st.builds(
     seed=st.integers(0, 2**32),
     width=st.sampled_from(WIDTHS),
     grain=st.sampled_from([0.0, 0.0, 0.25, 8.0]),
-    scale=st.sampled_from([0.01, 1.0, 8.0]),
+    scale=st.sampled_from([0.01, 1.0, 8.0, 1e36]),
     masked=st.sampled_from([0.0, 0.05, 0.99, 0.9995]),
     odd=st.dictionaries(st.integers(0, 6), st.sampled_from([math.nan, math.inf, -math.inf]), max_size=2),
     threads=st.sampled_from([1, 3]),
-    is_strided=st.booleans(),
+    layout=st.sampled_from(["rows", "columns", "part"]),
 )
 def test_draws_are_those_of_whole_rows(
     path: str,
@@ -419,14 +461,16 @@ def test_draws_are_those_of_whole_rows(
     masked: float,
     odd: dict[int, float],
     threads: int,
-    is_strided: bool,
+    layout: str,
 ) -> None:
     logits = torch.stack([row_of(seed + each, width, grain, scale, masked) for each in range(len(asked))])
     for row, value in odd.items():
         if row < len(logits):
             logits[row] = torch.where(torch.arange(width) % 3 == 0, value, value if value == -math.inf else logits[row])
-    if is_strided:
+    if layout == "columns":
         logits = logits.t().contiguous().t()
+    elif layout == "part":
+        logits = torch.cat((logits, torch.full((len(logits), 9), math.nan)), 1)[:, :width]
     controls, uniforms = [one for one, _ in asked], [uniform for _, uniform in asked]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -443,10 +487,24 @@ def test_draws_are_those_of_whole_rows(
             assert ids[row] == 0
 
 
+@given(highest=st.floats(-30, 30, width=32), min_p=st.floats(0.05, 0.9))
+def test_min_p_is_exact_at_its_bound(path: str, highest: float, min_p: float) -> None:
+    bound = highest + math.log(min_p)
+    near = torch.tensor(bound)
+    ends = [torch.nextafter(near, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    row = torch.stack([torch.tensor(highest), ends[0], near, ends[1]])
+    count = 40
+    uniforms = [(number + 0.5) / count for number in range(count)]
+    ids, _ = Drawer(4).draw(row.expand(count, -1).contiguous(), columns_of([Controls(min_p=min_p)] * count), uniforms)
+    assert set(ids) == {token for token, logit in enumerate(row.tolist()) if logit >= bound}
+
+
 def test_draws_of_many_rows_by_several_threads(path: str) -> None:
-    """Rows are taken by whichever thread is free, and each thread's memory is its own."""
+    """Rows, here parts of longer ones, are taken by whichever thread is free, and each thread's
+    memory is its own.
+    """
     generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(40, 9001, generator=generator) * 3
+    logits = (torch.randn(40, 9010, generator=generator) * 3)[:, 5:9006]
     controls = [Controls(0.7, 0.0, 40 * (row % 2), 0.9 if row % 3 else 1.0) for row in range(40)]
     uniforms = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
     expected, _ = sample_whole_rows(logits, controls, uniforms)

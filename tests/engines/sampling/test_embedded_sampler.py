@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from adapters.chain import ProcessorChain
 from adapters.contract import Bias, Context, Edit, Reads, Scale, Stage, SteeringProcessor, bitmask_of
+from adapters.processors.forcing import ForcedSequence
 from adapters.processors.truncation import TopK, TopP
 from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, TokenLogprob
@@ -23,6 +24,7 @@ from worker.engines.embedded.admission import admit
 from worker.engines.embedded.plan import Edits, Output, Plan
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.engines.embedded.step import plan_edits
+from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
@@ -197,6 +199,25 @@ def test_end_ids_end_the_answer_and_are_hidden(params: SamplingParams) -> None:
     assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([], "stop", stop)
 
 
+def test_a_hidden_end_id_has_its_log_probabilities_apart() -> None:
+    driver = stepper(likes_to_end())
+    params = SamplingParams(stop_token_ids=[9], ignore_eos=True, bad_token_ids=[END], logprobs=0)
+    driver.add(request(driver.model, "one", PROMPT, params))  # type: ignore[arg-type]
+    (output,) = driver.step()
+    assert (output.token_id, output.logprobs, output.stop_reason) == (None, None, 9)
+    assert output.end_logprobs is not None
+    assert [entry.token_id for entry in output.end_logprobs] == [9]
+
+
+def test_weights_are_named_once(model: ScriptedModel) -> None:
+    driver, outputs = stepper(model), list[Output]()
+    driver.weights = first = WeightVersion(number=1, digest="first")
+    driver.add(request(model, "one", PROMPT, greedy(max_tokens=5)))
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    assert [output.weights for output in outputs] == [(0, first), None, None, None, None]
+
+
 def test_end_ids_can_be_shown() -> None:
     params = SamplingParams(stop_token_ids=[9, END], include_stop_str_in_output=True, logprobs=0)
     answer = run_alone(likes_to_end(), PROMPT, params)
@@ -341,6 +362,18 @@ def test_processed_logprobs_include_temperature_and_truncation(model: ScriptedMo
         lowest = sorted(row)[-3]
         check_logprobs(entries, token, normalised([v if v >= lowest else -math.inf for v in row]), 10)
         assert len(entries) == 4
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_tokens_that_are_all_forced_have_log_probabilities(model: ScriptedModel, mode: Any) -> None:
+    context = Context(Vocabulary(WIDTH), frozenset({END}))
+    one = request(model, "one", PROMPT, greedy(logprobs=0, logprobs_mode=mode))
+    one.chain = ProcessorChain([ForcedSequence(ForcedSequence.Args(token_ids=[7]), context)], context)
+    one.chain.start(PROMPT)
+    plan = Plan((one,), (), (one,))
+    samples = Sampler(WIDTH, model.undecodable_ids).sample(model.row(PROMPT)[None], plan_edits(plan), plan)
+    assert samples.token_ids == [7]
+    assert [entry.token_id for entry in samples.logprobs[0]] == [7]
 
 
 def test_equal_logprobs_rank_by_id() -> None:

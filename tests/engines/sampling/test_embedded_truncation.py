@@ -172,6 +172,15 @@ def test_min_p_is_relative_to_the_likeliest_after_temperature() -> None:
     assert kept_ids([5.0, 5.0, 4.0], min_p=1.0) == [0, 1]
 
 
+@given(highest=st.floats(-30, 30, width=32), min_p=st.floats(0.001, 0.9))
+def test_min_p_is_exact_at_its_bound(highest: float, min_p: float) -> None:
+    bound = highest + math.log(min_p)
+    near = torch.tensor(bound)
+    ends = [torch.nextafter(near, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    logits = torch.stack([torch.tensor(highest), ends[0], near, ends[1]]).tolist()
+    assert kept_ids(logits, min_p=min_p) == [token for token, logit in enumerate(logits) if logit >= bound]
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 9e-6])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     """The processor's rule: of equal logits the lowest id."""

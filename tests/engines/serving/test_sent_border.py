@@ -259,3 +259,20 @@ def test_the_engine_itself_rewinds_no_sent_token(model: ScriptedModel) -> None:
     assert run.request.num_sent == len(PROMPT) + len(run.sent)
     with pytest.raises(AssertionError, match=f"one: position 3 of {run.request.num_sent} sent ones"):
         run.request.rewind(3, 4)
+
+
+def test_a_draft_ends_where_a_token_of_it_is_taken_back() -> None:
+    """Though the token before it is the one that was drafted next: its logits are of another
+    history.
+    """
+    model, (a, b, c) = ScriptedModel(), map(PIECES.index, "abc")
+    model.by_token[a, b] = model.by_token[b, a] = 50.0
+    for place in range(model.context_length):
+        model.by_position[place, a if place % 4 < 2 else c] = 20.0
+    plain = Run(model, 1, [["ba"]]).end()
+    plain.check()
+    drafting = Drafting(lambda one: [b, a, a] if one.tokens[-1] == a else [])
+    drafted = Run(model, 1, [["ba"]], speculator=drafting).end()
+    assert drafted.sent == plain.sent
+    assert sum(drafted.taken_back) == sum(plain.taken_back) > 0
+    assert sum(drafting.accepted) > 0

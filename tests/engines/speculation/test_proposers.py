@@ -18,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.embedded import Plan
+from worker.engines.embedded.plan import Chunk, Output
 from worker.engines.embedded.speculation import Proposer, SpeculativeConfig, Speculator, ngram
 from worker.engines.embedded.speculation.acceptance import Acceptance, ProposerAcceptance
 from worker.engines.embedded.speculation.config import REFUSED
 from worker.engines.embedded.speculation.draft_length import StepCosts, can_pay, draft_lengths
 from worker.engines.embedded.speculation.ngram import NgramProposer
 from worker.engines.embedded.speculation.prediction import PredictionProposer
+from worker.engines.embedded.speculation.speculator import MAX_CORPORA
 from worker.engines.embedded.speculation.suffix import Corpus, SuffixProposer
 from worker.engines.embedded.speculation.verification import (
     accepted_mask,
@@ -166,6 +168,10 @@ def test_a_history_that_was_cut_off_gives_what_a_new_one_gives(
     for known in (first, first[:cut]):
         used.propose(known, 4)
     assert used.propose(history, 4) == make().propose(history, 4)
+    used = make()
+    used.propose(first, 4)
+    shorter = history[: max(0, len(first) - 1)]  # which may end with another token
+    assert used.propose(shorter, 4) == make().propose(shorter, 4)
 
 
 def test_only_a_token_that_was_taken_back_is_followed_again() -> None:
@@ -201,6 +207,63 @@ def test_a_corpus_forgets_its_older_half() -> None:
         assert len(corpus.automaton.tokens) <= 40
     assert list(proposer.propose([700, 701], 3).tokens) == [702, 703, 704]
     assert list(proposer.propose([0, 1], 3).tokens) == []
+
+
+def test_a_draft_ends_with_the_answer_that_it_is_of() -> None:
+    corpus = Corpus(100)
+    corpus.add([10, 11, 12])
+    corpus.add([20, 21, 22])
+    assert list(SuffixProposer(2, corpus).propose([5, 10, 11], 4).tokens) == [12]
+    assert list(SuffixProposer(2, corpus).propose([5, 11, 12], 4).tokens) == []
+
+
+def test_a_history_is_looked_up_again_once_a_corpus_has_dropped_answers() -> None:
+    corpus = Corpus(40)
+    for number in range(1, 5):
+        corpus.add([100 * number + index for index in range(8)])
+    proposers = {first: SuffixProposer(2, corpus) for first in (400, 700)}
+    found = {first: list(one.propose([5, first, first + 1], 2).tokens) for first, one in proposers.items()}
+    assert found == {400: [402, 403], 700: []}
+    before = corpus.automaton
+    corpus.add([700 + index for index in range(8)])
+    assert corpus.automaton is not before
+    for first, one in proposers.items():
+        assert list(one.propose([5, first, first + 1], 2).tokens) == [first + 2, first + 3]
+
+
+def answered(speculator: Speculator, salt: str | None, answer: list[int], finish_reason: Any = "stop") -> None:
+    """Let it remember the answer to the prompt [1, 2, 3]."""
+    one = request(ScriptedModel(), "one", [1, 2, 3], SamplingParams(max_tokens=50))
+    one.cache_salt, one.tokens = salt, [*one.tokens, *answer]
+    speculator.remember(one, Output("one", finish_reason=finish_reason))
+
+
+def drafted(speculator: Speculator, salt: str | None, prompt: list[int]) -> list[int]:
+    one = request(ScriptedModel(), "other", prompt, SamplingParams(max_tokens=50))
+    one.cache_salt = salt
+    (draft,) = speculator.draft(Plan((one,), (), (one,)))
+    return list(draft)
+
+
+def test_answers_are_drafted_for_requests_of_their_salt_alone() -> None:
+    speculator = Speculator(SpeculativeConfig(method="suffix", num_speculative_tokens=3), clock=lambda: 0.0)
+    answered(speculator, "a", [10, 11, 12, 13, 14])
+    answered(speculator, "a", [20, 21, 22, 23, 24], "cancelled")
+    answered(speculator, None, [30, 31, 32, 33, 34], "length")
+    assert [drafted(speculator, salt, [5, 10, 11]) for salt in ("a", "b", None)] == [[12, 13, 14], [], []]
+    assert [drafted(speculator, salt, [5, 30, 31]) for salt in ("a", "b", None)] == [[], [], [32, 33, 34]]
+    assert drafted(speculator, "a", [5, 20, 21]) == []  # it was not answered
+    assert drafted(speculator, "a", [5, 1, 2]) == []  # of the prompt
+
+
+def test_answers_of_the_salts_used_last_are_kept() -> None:
+    speculator = Speculator(SpeculativeConfig(method="suffix", num_speculative_tokens=3), clock=lambda: 0.0)
+    for number in range(MAX_CORPORA):
+        answered(speculator, str(number), [10, 11, 12, 13, 14])
+    assert drafted(speculator, "0", [5, 10, 11]) == [12, 13, 14]
+    answered(speculator, "another", [10, 11, 12, 13, 14])
+    assert drafted(speculator, "0", [5, 10, 11]) == [12, 13, 14]
+    assert drafted(speculator, "1", [5, 10, 11]) == []
 
 
 def test_forgetting_looks_at_each_answer_once() -> None:
@@ -368,6 +431,18 @@ def test_a_row_is_tried_however_patient_another_one_is() -> None:
         speculator.learn_cost(plan)
         speculator.learn(plan, [0] * len(asked))
     assert [later - earlier for earlier, later in itertools.pairwise([2000, *tried])] == [32, 65]
+
+
+def test_only_steps_of_the_model_alone_say_what_a_token_costs() -> None:
+    one = request(ScriptedModel(), "one", [1, 2, 3], SamplingParams(max_tokens=5))
+    plain, nothing = Plan((one,), (), (one,)), Plan((), (), ())
+    others = [replace(plain, companions=nothing), replace(plain, chunks=(Chunk(one, 0, 2),))]
+    for plan, counts in ((others[0], []), (others[1], []), (plain, [1])):
+        now_s = iter([0.0, 0.5])
+        speculator = Speculator(clock=lambda now_s=now_s: next(now_s, 0.5))  # type: ignore[misc]
+        speculator.draft(plan)
+        speculator.learn_cost(plan)
+        assert speculator._costs._counts == counts
 
 
 # -- settings

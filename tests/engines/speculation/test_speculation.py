@@ -38,6 +38,7 @@ from kv_doubles import END as END_OF_RECALL
 from kv_doubles import RecallModel, answer, recall_request
 from prometheus_client import CollectorRegistry
 from random_checkpoints import EVERY_TYPE
+from safetensors.torch import load_file, save_file
 from speculation_runs import EXAMPLES, NEW_TOKENS, PLAIN, TEXTS, Repeating, outcome, params_of
 
 from adapters.catalog import Catalog, parse_selection
@@ -49,6 +50,7 @@ from adapters.vocabulary import Vocabulary
 from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded import EmbeddedEngine, Engine, Plan, Request
 from worker.engines.embedded.draft_model import DraftModel
+from worker.engines.embedded.drafted_rows import DraftedRows
 from worker.engines.embedded.kv_cache import KvCache
 from worker.engines.embedded.scheduler import Scheduler
 from worker.engines.embedded.speculation import DraftModelProposer, SpeculativeConfig, Speculator
@@ -260,6 +262,34 @@ def test_a_draft_that_overflows_leaves_nothing_behind() -> None:
     assert driver.scheduler.queues.num_preemptions == 1
 
 
+@given(
+    drafts=st.lists(
+        st.tuples(st.lists(st.tuples(st.integers(0, USABLE - 1), st.booleans())), st.booleans()), min_size=1
+    ),
+    taken=st.sets(st.integers(0, 30), min_size=1),
+)
+def test_rows_are_those_of_their_history_whoever_leaves_a_step(
+    drafts: list[tuple[list[tuple[int, bool]], bool]], taken: set[int]
+) -> None:
+    """Of each request a draft, which of its logits are left out, and whether it leaves."""
+    model = ScriptedModel()
+    decode = tuple(request(model, str(row), [5 + row, 7], SamplingParams(max_tokens=9)) for row in range(len(drafts)))
+    owners, unread = list[int](), list[int]()
+    for owner, (draft, _) in enumerate(drafts):
+        unread += [len(owners) + place for place, (_, is_unread) in enumerate(draft) if is_unread]
+        owners += [owner] * (1 + len(draft))
+    tokens = tuple(tuple(token for token, _ in draft) for draft, _ in drafts)
+    plan = Plan(decode, (), decode, drafts=tokens, unread={row: row for row in unread})
+    logits = model.forward(plan)
+    left, rows = plan.without([one for one, (_, leaves) in zip(decode, drafts, strict=True) if leaves])
+    kept = [row for row, owner in enumerate(owners) if not drafts[owner][1]]
+    some = [row for row in sorted(taken) if row < len(kept)]
+    if some:
+        found = DraftedRows(model, left, logits[rows])
+        assert torch.equal(found.take(some), model.left_out[[kept[row] for row in some]])
+        assert found.late == {kept[row] for row in some} & set(unread)
+
+
 # -- what ends is freed
 
 
@@ -302,6 +332,24 @@ def test_a_minimum_that_raises_ends_its_request_alone() -> None:
         "logits processor minimum: raised ZeroDivisionError at position 2"
     ]
     assert [output.error for output in outputs if output.request_id == "b"] == [None] * 3
+
+
+def test_nothing_is_sampled_behind_an_error_within_a_draft() -> None:
+    """Whose next token would be the one before, which was right."""
+    model = ScriptedModel()
+    model.by_position[:, 7] = 100.0
+    one = request(model, "a", [5], SamplingParams(max_tokens=30))
+    context = Context(Vocabulary(WIDTH), frozenset({0}))
+    one.chain = ProcessorChain([Fails(None, context)], context)
+    one.chain.start(one.tokens)
+    driver = stepper(model)
+    driver.speculator = Drafting(lambda one: [7] * 6)
+    driver.add(one)
+    outputs = []
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    assert [output.token_id for output in outputs] == [7] * 20 + [None]
+    assert "no more" in str(outputs[-1].error)
 
 
 def test_a_failed_request_is_freed_without_garbage_collection() -> None:
@@ -381,6 +429,35 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoints: dict[str,
             kv_blocks=128,
             speculative_config={"method": "draft_model", "model": str(tmp_path / "other")},
         )
+
+
+@pytest.mark.parametrize("part", ["vocabulary", "added token"])
+def test_a_draft_model_with_another_tokenizer_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, part: str
+) -> None:
+    draft = Path(shutil.copytree(checkpoints["llama"], tmp_path / "draft"))
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    if part == "vocabulary":
+        vocabulary = tokenizer["model"]["vocab"]
+        one, other = [*vocabulary][-2:]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    else:
+        tokenizer["added_tokens"][0]["content"] = "<another>"
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(StartupError, match=f"--speculative-config: model {draft} has another tokenizer than"):
+        Engine(checkpoints["llama"], kv_blocks=128, speculative_config={"method": "draft_model", "model": str(draft)})
+
+
+def test_a_draft_model_whose_weights_overflow_is_named_by_its_option(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    draft = Path(shutil.copytree(checkpoints["llama"], tmp_path / "draft"))
+    weights = load_file(draft / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    weights["lm_head.weight"].fill_(1e10)
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=f"^--speculative-config: model {draft}: .*first forward pass"):
+        Engine(checkpoints["llama"], kv_blocks=128, speculative_config={"method": "draft_model", "model": str(draft)})
 
 
 def test_an_option_that_does_not_fit_the_draft_model_names_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_names_are_complete_and_known() -> None:
     assert "kv: must be a mapping" in refused(payload() | {"kv": 3})
     assert "num_cached_tokens: must be an integer" in refused(payload() | {"num_cached_tokens": -1})
     assert "num_cached_tokens: must be an integer" in refused(payload() | {"num_cached_tokens": len(PROMPT) + 1})
+    every = params.read(payload() | {"num_cached_tokens": len(PROMPT)}, PROMPT, CHOSEN)
+    assert every.num_cached_tokens == len(PROMPT)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT[:-1], [*PROMPT, 4], [6, *PROMPT[1:]], PROMPT[::-1]])
@@ -96,6 +98,12 @@ def test_one_for_another_adapter_is_refused(theirs: str | None, ours: str | None
     assert params.read(written, PROMPT, CHOSEN, theirs).adapter == theirs
     with pytest.raises(InvalidRequest, match="adapter: was made for another LoRA adapter"):
         params.read(written, PROMPT, CHOSEN, ours)
+
+
+def test_the_order_of_arguments_does_not_matter() -> None:
+    args = {"scale": 2.0, "negative_token_ids": [3]}
+    one, other = (Selection((Requested("cfg", dict(each)),)) for each in (args.items(), [*args.items()][::-1]))
+    assert params.digest_selection(one) == params.digest_selection(other)
 
 
 def test_where_processors_were_asked_for_does_not_matter() -> None:

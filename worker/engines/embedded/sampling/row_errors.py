@@ -52,10 +52,10 @@ class Forced:
     chain: ProcessorChain
     plan: RowPlan
 
-    def refuse(self) -> str:
-        """Record and return the failure of forcing a token that this engine never samples."""
+    def refuse(self, why: str) -> str:
+        """Record and return the failure of forcing a token that cannot be sampled."""
         name = self.plan.forced_by.name if self.plan.forced_by is not None else "model"
-        message = f"forces token {self.token_id}, which this model never samples, at position {self.chain.position}"
+        message = f"forces token {self.token_id}, which {why}, at position {self.chain.position}"
         return str(self.chain.fail(name, "unsatisfiable", message))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from adapters.chain import Planned, apply_edits, apply_late, edit_elements_alone
-from adapters.contract import apply_bitmask, bitmask_of
+from adapters.contract import apply_bitmask, bitmask_of, is_allowed
 from adapters.devices import launching_on, upload
 from adapters.sampling.candidates import highest_ids
 from adapters.sampling.whole_row import block_maxima, find_highest, is_searched_fast
@@ -136,6 +136,8 @@ class Sampler:
         errors |= {row: str(failure) for row, failure in apply_edits(logits, planned).items()}
         if bitmask is not None:
             apply_bitmask(logits, bitmask)
+            masked = (one for one in forced_rows(planned) if not is_allowed(bitmask[one.row], one.token_id))
+            errors |= {one.row: one.refuse("the bitmask masks") for one in masked if one.row not in errors}
         failed = apply_late(logits, planned, lambda: self._mask_never(logits))
         errors |= {row: str(failure) for row, failure in failed.items()}
 
@@ -264,7 +266,7 @@ class Sampler:
             if one.row in samples.errors:
                 continue
             if one.token_id in self._undecodable:
-                samples.errors[one.row] = one.refuse()
+                samples.errors[one.row] = one.refuse("this model never samples")
             else:
                 samples.token_ids[one.row] = forced[one.row] = one.token_id
         return forced

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,10 +92,8 @@ def load_draft_model(config: EmbeddedConfig, target: Model) -> HfModel | None:
     path = SpeculativeConfig.parse(config.speculative_config).model
     if path is None:
         return None
-    try:
+    with _naming(path):
         model = load_model(replace(config, model_path=path))
-    except StartupError as error:  # the options are those of both models, and one may fit the target alone
-        raise StartupError(f"{FLAG}: model {path}: {error}") from error
     if model.vocab_size != target.vocab_size:
         raise StartupError(
             f"{FLAG}: model {path} has a vocabulary of {model.vocab_size} ids, the model that it drafts for has "
@@ -129,8 +128,20 @@ def with_pages(config: EmbeddedConfig, model: HfModel, target: Model, num_tokens
         num_tokens=num_tokens,
     )
     if speculative.model is not None:
-        check_first_pass(model, speculative.model)
+        with _naming(speculative.model):
+            check_first_pass(model, speculative.model)
     return draft
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors name the draft model: the options are those of both models, and one may fit the target
+    alone.
+    """
+    try:
+        yield
+    except StartupError as error:
+        raise StartupError(f"{FLAG}: model {path}: {error}") from error
 
 
 def _differ(draft: Path, target: Path) -> bool:
