@@ -114,9 +114,14 @@ def test_a_processor_that_fails_is_a_span_of_the_trace(traced: tuple[Door, Colle
     failing = [processor("forced_prefix", token_ids=[60, 61, 60, 61]), processor("no_repeat_ngram", n=2)]
     assert "choices" not in json.loads(ask(door, trace, max_tokens=9, logits_processors=failing))
     name = "logits_processor forced_prefix"
-    (failed,) = (span for span in awaited(collector, trace, {name: 1}) if span.name == name)
-    assert attributes_of(failed) == {"dlw.processor.name": "forced_prefix", "dlw.processor.reason": "unsatisfiable"}
-    of_whole = failed.parent_span_id
-    (whole,) = wait_for(lambda: [span for span in collector.spans(OURS) if span.span_id == of_whole], "its parent", 20)
-    assert whole.status.code == failed.status.code == Status.STATUS_CODE_ERROR
-    assert attributes_of(whole)["error.type"] == "RequestFailed"
+    failures = [span for span in awaited(collector, trace, {name: 1}) if span.name == name]
+    for failed in failures:  # a second one if the front door has asked for the reason, which may come later
+        assert attributes_of(failed) == {"dlw.processor.name": "forced_prefix", "dlw.processor.reason": "unsatisfiable"}
+        whole = wait_for(lambda failed=failed: parent(collector, failed), "its parent", 20)
+        assert whole.status.code == failed.status.code == Status.STATUS_CODE_ERROR
+        assert attributes_of(whole)["error.type"] == "RequestFailed"
+
+
+def parent(collector: Collector, span: Span) -> Span | None:
+    """The span of ours that a span is in, once it has come."""
+    return next((each for each in collector.spans(OURS) if each.span_id == span.parent_span_id), None)
