@@ -240,7 +240,7 @@ publish_metrics() {
 free_port() {
     "$python" -c '
 import contextlib, random, socket
-for port in random.sample(range(10_000, 32_000), 1000):
+for port in random.sample(range(10_000, 20_000), 1000):
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.bind(("127.0.0.1", port))
         print(port)

@@ -11,9 +11,9 @@ import random
 import socket
 from collections.abc import Iterator
 
-FIRST, LAST, BLOCK = 12_000, 31_999, 100
-"""Below 32768: the kernel's own begin there, and ai-dynamo 1.4.2 reads its system port as a signed
-number of 16 bits.
+FIRST, LAST, BLOCK = 20_000, 31_999, 100
+"""Above those that launch scripts choose from, and below 32768: the kernel's own begin there, and
+ai-dynamo 1.4.2 reads its system port as a signed number of 16 bits.
 """
 
 

@@ -85,6 +85,14 @@ class Process:
         """Everything that it wrote, without colours."""
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log_path.read_text(errors="replace"))
 
+    @property
+    def complaint(self) -> str:
+        """The one line that says why a worker of ours ended. Threads of Dynamo's runtime, which see
+        its connections close, may log behind it.
+        """
+        (line,) = (line for line in self.log.splitlines() if line.startswith("worker: error: "))
+        return line
+
     def signal(self, number: int) -> None:
         self.child.send_signal(number)
 

@@ -30,7 +30,10 @@ def stands_still(process: Process) -> bool:
     """Whether every thread of it has stopped: one that runs on another processor goes on for a
     moment after the signal.
     """
-    stats = [path.read_text() for path in Path(f"/proc/{process.child.pid}/task").glob("*/stat")]
+    stats = []
+    for path in Path(f"/proc/{process.child.pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            stats.append(path.read_text())
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 

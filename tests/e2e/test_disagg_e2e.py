@@ -37,6 +37,7 @@ def start_pair(
     for worker in (prefill, decode):
         stack.wait_registered(worker)
     wait_for(lambda: stack.post("completions", prompt="ready?", max_tokens=8)[0] == 200, "the pair")
+    settled(prefill, decode)  # the answers count a lease when it ends, which may be later
     return prefill, decode
 
 
@@ -138,7 +139,8 @@ def test_the_smoke_text_is_exact(stack: Stack, variable: str) -> None:
 
 def test_workers_that_do_not_belong_together_say_why(stack: Stack) -> None:
     stack.start_frontend()
-    stack.start_worker(*ENGINE, "--disaggregation-mode", "prefill", "--kv-block-size", "32", wait=False)
+    prefill = stack.start_worker(*ENGINE, "--disaggregation-mode", "prefill", "--kv-block-size", "32", wait=False)
+    stack.wait_endpoint(prefill)
     decode = stack.start_worker(*ENGINE, "--disaggregation-mode", "decode", wait=False)
     for worker in stack.workers:
         stack.wait_registered(worker)
@@ -274,6 +276,7 @@ async def test_scores_are_those_of_one_worker(both: tuple[Stack, Stack], tiny_mo
     engine = Engine(tiny_model, device="cpu", dtype="float32", numerics="exact")
     expected = computed(engine, PROMPTS, 12)
     prefill = both[1].workers[0]
+    settled(*both[1].workers)
     before = prefill.metric("dlw_kv_transfers_total", outcome="released")
     for stack in both:
         door = await asyncio.to_thread(Door, stack)

@@ -51,6 +51,13 @@ class Pair:
             endpoint.end()
             worker.end()
 
+    def outcomes(self) -> tuple[float, float, float]:
+        """Prompts whose KV the decode worker read, had, and lost, so far."""
+        received, cached, lost = (
+            self.decode.metric("dlw_kv_transfers_total", outcome=name) for name in ("received", "cached", "lost")
+        )
+        return received, cached, lost
+
     def local(self, reason: str) -> float:
         return self.decode.metric("dlw_local_prefills_total", reason=reason)
 
@@ -82,17 +89,15 @@ def answer_of(engine: Engine, prompt: list[int]) -> list[int]:
 
 def test_a_kv_transfer_is_accepted_again_for_its_own_request(pair: Pair, expected: Engine) -> None:
     prompt = prompt_of(1)
+    before = pair.outcomes()
     given = transferred(pair.to_prefill, prompt)
     for _ in range(2):
         answer = pair.to_decode.ask(prompt, prefill_result={"disaggregated_params": given})
         assert tokens(answer) == answer_of(expected, prompt)
         wait_for(lambda: pair.prefill.metric("dlw_kv_leased_prompts") == 0, "that nothing is leased")
 
-    def outcomes() -> dict[str, float]:
-        names = ("received", "cached", "lost")
-        return {name: pair.decode.metric("dlw_kv_transfers_total", outcome=name) for name in names}
-
-    wait_for(lambda: outcomes() == {"received": 1, "cached": 1, "lost": 0}, "one read and one prefix hit")
+    received, cached, lost = before
+    wait_for(lambda: pair.outcomes() == (received + 1, cached + 1, lost), "one read and one prefix hit")
 
 
 def test_a_prompt_without_a_kv_transfer_is_computed_bit_for_bit(pair: Pair, expected: Engine) -> None:

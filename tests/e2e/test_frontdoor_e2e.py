@@ -168,6 +168,7 @@ def test_frontends_take_turns_and_one_may_die(stack: Stack, tmp_path: Path) -> N
     second = Process(second_frontend(other), stack.environ, tmp_path / "second.log")
     stack._processes.append(second)
     wait_for(lambda: f'"{MODEL}"' in http(f"http://127.0.0.1:{other}/v1/models")[1], "the second frontend")
+    wait_for(lambda: http(f"http://127.0.0.1:{other}/v1/completions", {})[0] != 404, "its route, a moment later")
     door = Door(stack, upstream=f"{stack.url},http://127.0.0.1:{other}")
     long = {"model": MODEL, "prompt": "z", "max_tokens": 2000, "stream": True}
     with httpx.Client(timeout=60) as client, client.stream("POST", f"{door.url}/v1/completions", json=long) as answer:
@@ -224,10 +225,9 @@ async def test_clients_take_turns(stack: Stack, tmp_path: Path) -> None:
         ended.append(name)
 
     async with door.async_client() as client:
-        large = [asyncio.create_task(ask(client, f"large {n}", "large", 400)) for n in range(5)]
-        while worker.metric("dlw_in_flight_requests") < 5:
-            await asyncio.sleep(0.01)
-        assert ended == []
+        large = [asyncio.create_task(ask(client, f"large {n}", "large", 1900)) for n in range(5)]
+        while await asyncio.to_thread(worker.metric, "dlw_in_flight_requests") < 5:
+            assert ended == []
         await ask(client, "small", "small", 1)
         assert len(ended) <= 2
         await asyncio.gather(*large)

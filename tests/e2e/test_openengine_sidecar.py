@@ -300,10 +300,12 @@ def test_a_request_migrates_to_another_worker(tmp_path: Path, tiny_model: Path) 
         with stack.client() as client:
             extra = {"ignore_eos": True}
             model = str(stack.model_path)
-            stream = client.completions.create(model=model, prompt="Hello", stream=True, extra_body=extra, **sampling)
-            chunks = iter(stream)
-            text = next(chunks).choices[0].text
-            busy = next(worker for port, worker in workers.items() if num_running(port))
+            asked: dict[str, Any] = {"model": model, "prompt": "Hello", "extra_body": extra, **sampling}
+            busy = None
+            while busy is None:  # where this process gets little time, an answer may end before it looks
+                chunks = iter(client.completions.create(stream=True, **asked))
+                text = next(chunks).choices[0].text
+                busy = next((worker for port, worker in workers.items() if num_running(port)), None)
             for _ in range(2):  # the second one ends the drain
                 busy.signal(signal.SIGTERM)
             text += "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)

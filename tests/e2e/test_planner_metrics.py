@@ -12,6 +12,8 @@ from e2e_stack import STAND_IN, Process, Stack, wait_for
 
 RECEIVER = Path(__file__).with_name("pass_receiver.py")
 PROMPT, TOKENS = [5] * 40, 30
+LONGER = [5] * 56
+"""A prompt of which no pass of an answer to `PROMPT` has as many tokens as the last one."""
 
 
 @pytest.fixture
@@ -25,7 +27,8 @@ def receiver(stack: Stack) -> Process:
 
 def passes(receiver: Process) -> list[dict[str, Any]]:
     """The forward passes so far, without the heartbeats of an idle engine."""
-    lines = [json.loads(line) for line in receiver.log.splitlines() if line.startswith("{")]
+    written = receiver.log.rpartition("\n")[0]  # it may be about to write the rest of a line
+    lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     return [one for one in lines if one["wall_time"] > 0]
 
 
@@ -35,8 +38,8 @@ def is_said(receiver: Process, decode_kv_tokens: int) -> bool:
     return bool(said) and said[-1]["scheduled_requests"]["sum_decode_kv_tokens"] == decode_kv_tokens
 
 
-def complete(stack: Stack) -> None:
-    status, text = stack.post("completions", prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True)
+def complete(stack: Stack, prompt: list[int] = PROMPT) -> None:
+    status, text = stack.post("completions", prompt=prompt, max_tokens=TOKENS, ignore_eos=True)
     assert status == 200, text
 
 
@@ -44,25 +47,25 @@ def test_planner_is_told_of_each_step(stack: Stack, receiver: Process) -> None:
     stack.start_frontend()
     plain = '{"method": "none"}'  # a step for each token
     stack.start_worker("--publish-forward-pass-metrics", "true", "--speculative-config", plain)
-    last = len(PROMPT) + TOKENS - 1
 
     def is_heard() -> bool:
         complete(stack)
-        return is_said(receiver, last)
+        return is_said(receiver, len(PROMPT) + TOKENS - 1)
 
     wait_for(is_heard, "forward passes")  # what was computed before the subscription is not told
-    num_before = len(passes(receiver))
-    complete(stack)
-    wait_for(lambda: len(passes(receiver)) == num_before + TOKENS, "the passes of one request")
+    last = len(LONGER) + TOKENS - 1
+    complete(stack, LONGER)
+    wait_for(lambda: is_said(receiver, last), "the last pass of the request")
 
-    said = passes(receiver)[num_before:]
+    said = passes(receiver)[-TOKENS:]
     (instance,) = (path.name.rpartition("%2F")[2] for path in stack.registered())
     assert {int(one["worker_id"]) for one in said} == {int(instance, 16)}
     scheduled = [one["scheduled_requests"] for one in said]
     prompt, decoded = scheduled[0], scheduled[1:]
-    assert (prompt["num_prefill_requests"], prompt["sum_prefill_tokens"], prompt["sum_prefill_kv_tokens"]) == (1, 8, 32)
+    kinds = ("num_prefill_requests", "sum_prefill_tokens", "sum_prefill_kv_tokens")
+    assert [prompt[kind] for kind in kinds] == [1, 24, 32]
     assert [(one["num_decode_requests"], one["sum_decode_kv_tokens"]) for one in decoded] == [
-        (1, length) for length in range(len(PROMPT) + 1, last + 1)
+        (1, length) for length in range(len(LONGER) + 1, last + 1)
     ]
 
 

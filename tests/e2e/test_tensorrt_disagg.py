@@ -25,7 +25,8 @@ def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, trtllm: Sta
     with running_stack(tmp_path_factory.mktemp("pair"), tiny_model) as pair:
         pair.start_frontend()
         for role in ("prefill", "decode"):
-            pair.start_worker("--engine", "trtllm", *PATIENT, "--disaggregation-mode", role, wait=False, **STAND_IN)  # type: ignore[arg-type]
+            options = ("--engine", "trtllm", *PATIENT, "--disaggregation-mode", role)
+            pair.wait_endpoint(pair.start_worker(*options, wait=False, **STAND_IN))  # type: ignore[arg-type]
         for worker in pair.workers:
             pair.wait_registered(worker)
         wait_for(lambda: pair.post("completions", prompt="hi", max_tokens=1)[0] == 200, "an answer")

@@ -188,5 +188,4 @@ def test_startup_failure_is_one_line(stack: Stack, tmp_path: Path, name: str) ->
     path.write_text("\n".join(lines))
     worker = stack.start_worker("--engine", "trtllm", "--extra-engine-args", str(path), wait=False, **STAND_IN)  # type: ignore[arg-type]
     assert worker.wait() == expected, worker.log
-    (line,) = [line for line in worker.log.splitlines() if line.startswith("worker: error:")]
-    assert message in line
+    assert message in worker.complaint

@@ -148,10 +148,17 @@ async def test_cancellation_frees_the_slot(shared: Shared) -> None:
 
 def test_requests_are_counted(shared: Shared) -> None:
     stack, worker = shared
-    before = worker.metric("dlw_requests_total", outcome="length"), worker.metric("dlw_tokens_total", kind="generated")
+
+    def generated() -> float:
+        return worker.metric("dlw_tokens_total", kind="generated")
+
+    # tokens count when the stream has ended, a moment after its client has the answer
+    wait_for(lambda: worker.metric("dlw_in_flight_requests") == 0, "the end of those before")
+    before = worker.metric("dlw_requests_total", outcome="length"), generated()
     chat(stack, max_tokens=5)
     assert worker.metric("dlw_requests_total", outcome="length") == before[0] + 1
-    assert worker.metric("dlw_tokens_total", kind="generated") == before[1] + 5
+    wait_for(lambda: generated() > before[1], "the tokens")
+    assert generated() == before[1] + 5
 
 
 def test_info_control(shared: Shared) -> None:

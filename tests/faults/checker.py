@@ -85,6 +85,21 @@ def check_ended(records: Sequence[Record]) -> None:
     assert not wrong, wrong
 
 
+def all_counted(worker: Worker, timeout_s: float) -> None:
+    """Until each request that has come to a worker has ended: one that was cancelled counts a
+    moment after it is in flight no more.
+    """
+
+    def counts() -> tuple[float, float]:
+        begun = worker.metric("dynamo_component_requests_total", dynamo_endpoint="generate")
+        return begun, worker.metric("dlw_requests_total")
+
+    try:
+        wait_for(lambda: len(set(counts())) == 1, "the end of each request", timeout_s)
+    except AssertionError:
+        raise AssertionError(f"{worker.log_path}: requests began and ended: {counts()}") from None
+
+
 def check_settled(workers: Sequence[Worker], timeout_s: float = 60) -> None:
     """Nobody is in flight, no page and no lease is left, and every request that began has ended."""
     deadline = time.monotonic() + timeout_s
@@ -92,7 +107,5 @@ def check_settled(workers: Sequence[Worker], timeout_s: float = 60) -> None:
         for name in ("dlw_in_flight_requests", "dlw_kv_used_blocks", "dlw_kv_leased_prompts"):
             left = max(1.0, deadline - time.monotonic())
             wait_for(lambda worker=worker, name=name: worker.metric(name) == 0, f"{name} of {worker.log_path}", left)
-        begun = worker.metric("dynamo_component_requests_total", dynamo_endpoint="generate")
-        ended = worker.metric("dlw_requests_total")
-        assert begun == ended, f"{worker.log_path}: {begun:g} requests began, {ended:g} ended"
+        all_counted(worker, max(1.0, deadline - time.monotonic()))
         assert worker.metric("dlw_requests_total", outcome="unknown_error") == 0, worker.log

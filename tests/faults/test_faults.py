@@ -76,7 +76,7 @@ async def test_a_worker_is_killed_behind_the_kv_router(
             await asyncio.gather(*asked)
         check_answers(client.records, reference)
         async with LoadClient(cluster.url) as client:
-            asked = await streams(client, 16, NUM_TOKENS)
+            asked = await streams(client, 16, 4 * NUM_TOKENS)  # none has ended before the kill
             await Kill(replaced=False).inject(cluster, client, chance)
             await asyncio.gather(*asked)
         check_ended(client.records)
@@ -180,7 +180,7 @@ async def test_a_request_that_kills_workers_is_refused_by_the_rest(cluster: Clus
         poison = await client.ask(prompt_of(5000), 8, **logits_processors(processor("faults/exits")))
         calm = await answered(client, prompt_of(5000), 8)
     assert poison.errors
-    assert len(cluster.living) == 1
+    wait_for(lambda: len(cluster.living) == 1, "that the others have ended")
     assert sum(worker.metric("dlw_requests_total", outcome="poison") for worker in cluster.living) == 1
     check_answers([calm], reference)
     cluster.check_settled()
@@ -197,7 +197,7 @@ async def test_a_request_that_kills_workers_beside_others(cluster: Cluster, refe
         await asyncio.gather(*asked)
         calm = await answered(client, prompt_of(5000), 8)
     assert poison.errors
-    (survivor,) = cluster.living
+    (survivor,) = wait_for(lambda: len(cluster.living) == 1 and cluster.living, "that the others have ended")
     innocent = [task.result() for task in asked]
     refused = [record for record in innocent if record.errors]
     assert survivor.metric("dlw_requests_total", outcome="poison") == 1 + len(refused)

@@ -18,6 +18,9 @@ from served_worker import serving
 from worker.runtimes.dynamo_engine import WorkerEngine
 
 KEY = "the trainer's key"
+LONG = 1500
+"""Tokens of an answer that is under way for longer than a busy machine takes to ask a route."""
+
 BYTES = {"Content-Type": "application/octet-stream"}
 
 

@@ -73,6 +73,13 @@ class Scripted:
         return 200, json.dumps({"said": text}).encode()
 
 
+async def waits_for_its_turn(at: BatchService, owner: str) -> None:
+    """Until lines of a client's batch have been read, and wait for a place."""
+    async with asyncio.timeout(WAIT_S):
+        while owner not in at._runner._turns._waiting:
+            await asyncio.sleep(0.001)
+
+
 async def test_each_line_has_its_answer(tmp_path: Path) -> None:
     async with service(tmp_path) as at:
         batch = await begun(at, jsonl(line(f"r{n}") for n in range(200)), metadata={"a": "b"})
@@ -119,6 +126,7 @@ async def test_batches_share_the_places_in_turn(tmp_path: Path) -> None:
         while len(script.asked) < LIMITS.concurrency:
             await asyncio.sleep(0.001)
         small = await begun(at, jsonl([line("s0"), line("s1")]), "owner-b")
+        await waits_for_its_turn(at, "owner-b")
         for _ in range(42):
             script.open.release()
             await asyncio.sleep(0.005)
@@ -136,8 +144,7 @@ async def test_clients_share_the_places_in_turn(tmp_path: Path) -> None:
         while len(script.asked) < LIMITS.concurrency:
             await asyncio.sleep(0.001)
         small = await begun(at, jsonl(line(f"s{n}") for n in range(8)), "owner-b")
-        while (await at.batch("owner-b", small.id)).status == "validating":
-            await asyncio.sleep(0.001)
+        await waits_for_its_turn(at, "owner-b")
         for _ in range(88):
             script.open.release()
             await asyncio.sleep(0.005)

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 from dynamo.llm import exceptions
-from engine_port_client import BYTES_OPTIONS, KEY, Generated, Trainer, tensors_of, trained
+from engine_port_client import BYTES_OPTIONS, KEY, LONG, Generated, Trainer, tensors_of, trained
 from safetensors.torch import save, save_file
 
 from adapters.client import processor, selection
@@ -146,14 +146,14 @@ async def test_equal_weights_have_equal_digests(trainer: Trainer, models: list[P
 async def test_requests_in_flight_name_the_token(trainer: Trainer, models: list[Path]) -> None:
     old = (await trainer.tell("get_weight_version"))["version"]
     growing = Generated()
-    task = asyncio.create_task(trainer.generate(600, growing))
+    task = asyncio.create_task(trainer.generate(LONG, growing))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     await trainer.give(tensors_of(models[1]), weight_version="mid")
     answer = await task
     assert [entry["version"] for entry in answer.versions] == [old, "mid"]
     changed = answer.versions[1]["from_token"]
-    assert 5 <= changed < 600
+    assert 5 <= changed < LONG
     named = [chunk["engine_data"]["weight_versions"] for chunk in answer.chunks if "engine_data" in chunk]
     assert named[0] == [{"version": old, "from_token": 0}]  # a client that streams is told at once
 
@@ -174,7 +174,7 @@ async def test_an_answer_of_two_versions_goes_on(trainer: Trainer, models: list[
     chosen = "logits_processors:" + selection(*OF_TWO_VERSIONS[name])
     asked: dict[str, Any] = {"seed": seed, "annotations": [COMPUTED_WITH, chosen]}
     info, growing = trainer.worker.server.info, Generated()
-    task = asyncio.create_task(trainer.generate(300, growing, **asked))
+    task = asyncio.create_task(trainer.generate(LONG, growing, **asked))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     await trainer.give(tensors_of(models[1]))
@@ -182,7 +182,7 @@ async def test_an_answer_of_two_versions_goes_on(trainer: Trainer, models: list[
     cut = whole.versions[1]["from_token"]
     digests = next(chunk for chunk in reversed(whole.chunks) if chunk["token_ids"])["engine_data"][COMPUTED_WITH]
     so_far = {"generated_tokens": cut, "numerics": info.made_by, "kv_dtype": info.kv_dtype, **digests}
-    goes_on = trainer.generate(300, behind=whole.token_ids[:cut], continues=so_far, **asked)
+    goes_on = trainer.generate(LONG, behind=whole.token_ids[:cut], continues=so_far, **asked)
     if name == "mirostat":
         with pytest.raises(exceptions.InvalidArgument, match=r"continues\.weights: must be '.*', this worker's, got"):
             await goes_on
@@ -306,7 +306,7 @@ async def test_a_sender_that_is_killed_changes_nothing(trainer: Trainer, models:
 
 async def test_a_pause_keeps_and_holds(trainer: Trainer) -> None:
     growing = Generated()
-    task = asyncio.create_task(trainer.generate(400, growing))
+    task = asyncio.create_task(trainer.generate(LONG, growing))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     assert (await trainer.tell("pause_generation", mode="keep"))["state"] == "paused"
@@ -314,17 +314,17 @@ async def test_a_pause_keeps_and_holds(trainer: Trainer) -> None:
     later = asyncio.create_task(trainer.generate(5))
     have = len(growing.token_ids)
     await asyncio.sleep(0.1)
-    assert len(growing.token_ids) == have < 400
+    assert len(growing.token_ids) == have < LONG
     assert not later.done()
     assert (await trainer.tell("resume_generation"))["state"] == "serving"
-    assert len((await task).token_ids) == 400
+    assert len((await task).token_ids) == LONG
     assert len((await later).token_ids) == 5
 
 
 async def test_what_a_pause_has_kept_finishes_in_the_next(trainer: Trainer) -> None:
     """So no answer mixes two versions: what came meanwhile waits for the new ones."""
     growing = Generated()
-    task = asyncio.create_task(trainer.generate(300, growing))
+    task = asyncio.create_task(trainer.generate(LONG, growing))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     await trainer.tell("pause", mode="keep")
@@ -332,7 +332,7 @@ async def test_what_a_pause_has_kept_finishes_in_the_next(trainer: Trainer) -> N
     while trainer.worker.server.engine.num_unfinished() < 2:
         await asyncio.sleep(0.001)
     assert (await trainer.tell("pause", mode="finish"))["state"] == "paused"
-    assert len((await task).token_ids) == 300
+    assert len((await task).token_ids) == LONG
     await asyncio.sleep(0.05)
     assert not later.done()
     await trainer.tell("resume")

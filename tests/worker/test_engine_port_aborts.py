@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_port_client import Generated, Trainer, trained
+from engine_port_client import LONG, Generated, Trainer, trained
 
 from worker.processors.builder import ServedChainBuilder
 from worker.tiny_model import write_tiny_model
@@ -26,7 +26,7 @@ async def trainer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tra
 
 async def test_a_pause_aborts(trainer: Trainer) -> None:
     growing = Generated()
-    task = asyncio.create_task(trainer.generate(400, growing))
+    task = asyncio.create_task(trainer.generate(LONG, growing))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     await trainer.tell("pause", mode="abort")
@@ -39,8 +39,8 @@ async def test_a_pause_aborts(trainer: Trainer) -> None:
 async def test_an_aborted_answer_goes_on(trainer: Trainer) -> None:
     """Behind the tokens so far, where its client gets their ids; also one that has none yet."""
     wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
-    whole, growing = await trainer.generate(400, **wants), Generated()
-    task = asyncio.create_task(trainer.generate(400, growing, **wants))
+    whole, growing = await trainer.generate(LONG, **wants), Generated()
+    task = asyncio.create_task(trainer.generate(LONG, growing, **wants))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     await trainer.tell("pause", mode="abort")
@@ -53,10 +53,10 @@ async def test_an_aborted_answer_goes_on(trainer: Trainer) -> None:
     assert (last["token_ids"], last["completion_usage"]["completion_tokens"]) == ([], 0)
     assert json.loads(last["engine_data"]["rollout"])["prompt_token_ids"] == list(range(20, 50))
     await trainer.tell("resume")
-    assert 5 <= len(first.token_ids) < 400
+    assert 5 <= len(first.token_ids) < LONG
     for chunk in (first.chunks[-1], last):
         assert (chunk["finish_reason"], chunk["engine_data"]["abort"]) == ("cancelled", True)
-    rest = await trainer.generate(400 - len(first.token_ids), behind=first.token_ids, **wants)
+    rest = await trainer.generate(LONG - len(first.token_ids), behind=first.token_ids, **wants)
     assert first.token_ids + rest.token_ids == whole.token_ids
 
 
@@ -64,14 +64,14 @@ async def test_a_request_that_is_aborted_by_its_id(trainer: Trainer) -> None:
     """It ends with its tokens so far as well, and says that it is not complete."""
     wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
     growing = Generated()
-    task = asyncio.create_task(trainer.generate(900, growing, **wants))
+    task = asyncio.create_task(trainer.generate(LONG, growing, **wants))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     request_id = f"generated-{trainer.num_asked}"
     await trainer.tell("abort_request", request_id=request_id)
     last = (await task).chunks[-1]
     assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
-    assert 5 <= last["completion_usage"]["completion_tokens"] < 900
+    assert 5 <= last["completion_usage"]["completion_tokens"] < LONG
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ async def test_an_abort_ends_a_preparation(
 
 async def test_an_abort_ends_a_pause_that_waits(trainer: Trainer) -> None:
     growing = Generated()
-    task = asyncio.create_task(trainer.generate(1500, growing))
+    task = asyncio.create_task(trainer.generate(LONG, growing))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     waiting = asyncio.create_task(trainer.tell("pause", mode="wait"))
@@ -134,7 +134,7 @@ async def test_an_abort_ends_what_sleeps(trainer: Trainer, level: int) -> None:
     """A request in flight, and one that came after it."""
     wants: dict[str, Any] = {"annotations": ["return_token_ids"]}
     growing = Generated()
-    begun = asyncio.create_task(trainer.generate(900, growing, **wants))
+    begun = asyncio.create_task(trainer.generate(LONG, growing, **wants))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)
     await trainer.tell("sleep", level=level)

@@ -77,6 +77,13 @@ class Pool:
         receipt = chunks[-1].get("engine_data", {}).get("logits_processors", {})
         return Answer(token_ids, chunks[-1]["finish_reason"], chunks[-1]["completion_usage"], receipt), record
 
+    async def record_of_answered(self, request_id: str) -> bytes:
+        """The record of a request whose answer has ended, which is about to be written."""
+        async with asyncio.timeout(30):
+            while not Boundary.decode(record := await self.store.get(self.key(request_id)) or b"").is_answered:
+                await asyncio.sleep(0.01)
+        return record
+
     async def take_over(self, request_id: str, raw: dict[str, Any], record: bytes, answer: Sequence[int]) -> Answer:
         """The rest of the answer of a worker that died after these tokens of it.
 
@@ -150,10 +157,7 @@ async def test_an_ended_answer_continues_if_not_all_of_it_arrived(pool: Pool) ->
     """Its worker died a moment after the end of the answer, which was still on its way."""
     raw = request_of("drawn seed")
     whole, _ = await pool.ask("ended", raw)
-    await asyncio.sleep(0.1)
-    record = await pool.store.get(pool.key("ended"))
-    assert record is not None
-    assert Boundary.decode(record).is_answered
+    record = await pool.record_of_answered("ended")
     rest = await pool.take_over("ended", raw, record, whole.token_ids[:7])
     assert [*whole.token_ids[:7], *rest.token_ids] == whole.token_ids
     assert rest.receipt["mode"] == "migrated at 7"
@@ -180,9 +184,7 @@ async def test_an_answer_goes_on_only_where_its_bits_do(
         for number, worker in enumerate(workers):
             await worker.start(number)
         whole, record = await pools[0].ask("one", raw)
-        async with asyncio.timeout(30):
-            while not Boundary.decode(await pools[0].store.get(pools[0].key("one")) or b"").is_answered:
-                await asyncio.sleep(0.01)  # it is about to be written
+        await pools[0].record_of_answered("one")
         if reason is not None:
             with pytest.raises(exceptions.InvalidArgument, match=f"its answer cannot go on here: {reason}"):
                 await pools[1].take_over("one", raw, record, whole.token_ids[:9])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_port_client import BYTES_OPTIONS, Generated, Trainer, tensors_of, trained
+from engine_port_client import BYTES_OPTIONS, LONG, Generated, Trainer, tensors_of, trained
 from safetensors.torch import save
 
 from worker import __version__
@@ -69,7 +69,7 @@ async def test_a_trainer_finds_its_engine(trainer: Trainer, models: list[Path]) 
 async def test_slime_aborts_until_it_is_idle(trainer: Trainer) -> None:
     """All end with their tokens so far, and the engine serves on."""
     whole = await trainer.generate(300, **WANTS)
-    tasks = [await begun(trainer, 900, seed) for seed in (1, 2, 3)]
+    tasks = [await begun(trainer, LONG, seed) for seed in (1, 2, 3)]
     assert await get(trainer, "/v1/loads?include=core") | {"status": "ok"} == {
         "status": "ok",
         "dp_rank_count": 1,
@@ -81,7 +81,7 @@ async def test_slime_aborts_until_it_is_idle(trainer: Trainer) -> None:
     for task, growing in tasks:
         last = (await task).chunks[-1]
         assert (last["finish_reason"], last["engine_data"]["abort"]) == ("cancelled", True)
-        assert 5 <= len(growing.token_ids) < 900
+        assert 5 <= len(growing.token_ids) < LONG
     first = tasks[0][1].token_ids[:300]
     rest = await trainer.generate(300 - len(first), behind=first, **WANTS)
     assert first + rest.token_ids == whole.token_ids
@@ -95,7 +95,7 @@ async def test_an_abort_names_what_is_wrong(trainer: Trainer, fields: dict[str, 
 
 
 async def test_one_is_aborted_by_its_id(trainer: Trainer) -> None:
-    (task, _), (other, _) = await begun(trainer, 900), await begun(trainer, 200, 2)
+    (task, _), (other, _) = await begun(trainer, LONG), await begun(trainer, 200, 2)
     await post(trainer, "/abort_request", {"rid": f"generated-{trainer.num_asked - 1}", "abort_all": False})
     assert (await task).chunks[-1]["engine_data"]["abort"]
     assert len((await other).token_ids) == 200
@@ -104,7 +104,7 @@ async def test_one_is_aborted_by_its_id(trainer: Trainer) -> None:
 async def test_slime_pauses_updates_and_continues(trainer: Trainer, models: list[Path]) -> None:
     """Its sequence of an update from disk: pause, flush, update, continue; a pause aborts."""
     before = await trainer.generate(20, **WANTS)
-    task, _ = await begun(trainer, 900)
+    task, _ = await begun(trainer, LONG)
     assert (await post(trainer, "/pause_generation"))["message"] == "Generation paused successfully."
     assert (await task).chunks[-1]["engine_data"]["abort"]
     assert (await trainer.ask("/health_generate", method="GET"))[0] == 409
@@ -137,7 +137,7 @@ async def test_a_pause_that_keeps_requests(trainer: Trainer, mode: str) -> None:
 
 async def test_an_update_waits_or_aborts(trainer: Trainer, models: list[Path]) -> None:
     for aborts in (False, True):
-        task, _ = await begun(trainer, 900)
+        task, _ = await begun(trainer, LONG)
         fields = {"model_path": str(models[0]), "abort_all_requests": aborts, "flush_cache": True}
         fields |= {"is_async": False, "keep_pause": False}
         await post(trainer, "/update_weights_from_disk", fields)
@@ -199,7 +199,7 @@ async def test_what_is_not_here_says_what_is(trainer: Trainer) -> None:
 
 
 async def test_all_are_aborted_by_our_own_route(trainer: Trainer) -> None:
-    task, _ = await begun(trainer, 900)
+    task, _ = await begun(trainer, LONG)
     assert (await trainer.tell("abort_request", abort_all=True))["abort_all"] is True
     assert (await task).chunks[-1]["engine_data"]["abort"]
     for fields in ({"abort_all": True, "request_id": "a"}, {"abort_all": "yes"}, {"abort_all": False}):
