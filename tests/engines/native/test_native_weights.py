@@ -495,8 +495,8 @@ def test_min_p_is_exact_at_its_bound(path: str, highest: float, min_p: float) ->
     row = torch.stack([torch.tensor(highest), ends[0], near, ends[1]])
     count = 40
     uniforms = [(number + 0.5) / count for number in range(count)]
-    ids, _ = Drawer(4).draw(row.expand(count, -1).contiguous(), columns_of([Controls(min_p=min_p)] * count), uniforms)
-    assert set(ids) == {token for token, logit in enumerate(row.tolist()) if logit >= bound}
+    drawn = Drawer(4).draw(row.expand(count, -1).contiguous(), columns_of([Controls(min_p=min_p)] * count), uniforms)
+    assert set(drawn.ids) == {token for token, logit in enumerate(row.tolist()) if logit >= bound}
 
 
 def test_draws_of_many_rows_by_several_threads(path: str) -> None:
