@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import math
 import subprocess
@@ -271,7 +272,8 @@ async def test_a_large_request_is_read_beside_the_event_loop(count: int, monkeyp
 
     monkeypatch.setattr(inference, "read", noted)
     arguments = SimpleNamespace(served_model_name="tiny", model_path="/models/tiny")
-    server: Any = SimpleNamespace(arguments=arguments, info=SimpleNamespace(honours_priority=False))
+    reports = SimpleNamespace(reading=lambda request_id: contextlib.nullcontext())
+    server: Any = SimpleNamespace(arguments=arguments, info=SimpleNamespace(honours_priority=False), reports=reports)
     served, context = inference.Inference(server), SimpleNamespace(invocation_metadata=tuple)
     served.direct = server
     asked = wire.GenerateRequest(token_ids=wire.TokenIds(ids=[5] * count))

@@ -112,8 +112,8 @@ class RowTable:
 
     @cached_property
     def drawn_counts(self) -> list[int] | None:
-        """For each row n of the top-n of what it is sampled from, -1 where nothing is wanted of
-        that; None where nothing is of any row.
+        """The n of each row's top-n of what it is sampled from, -1 where nothing is wanted of that;
+        None where nothing is of any row.
         """
         counts = dict(zip(self.processed, self.counts(self.processed, self.attributed), strict=True))
         return [counts.get(row, -1) for row in range(len(self.owners))] if counts else None

@@ -200,7 +200,7 @@ class Sampler:
         attach(samples, table.processed, [found[row] for row in table.processed], table.attributed)
 
     def _draw(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> _Chosen:
-        """With native kernels."""
+        """Draw tokens with native kernels."""
         numbers = table.uniforms()
         uniforms = [numbers.get(row, 0.0) for row in range(len(logits))]
         drawn = self._drawer.draw(logits, table.columns, uniforms, table.drawn_counts, keeps=bool(table.trained))
@@ -212,7 +212,7 @@ class Sampler:
         return _Chosen(samples, forced, logprobs, kept)
 
     def _search(self, logits: torch.Tensor, table: RowTable, planned: list[Planned], errors: dict[int, str]) -> _Chosen:
-        """With torch's kernels, wherever the logits are."""
+        """Find tokens with torch's kernels, wherever the logits are."""
         maxima = block_maxima(logits)
         samples = Samples([0] * len(table.owners), errors)
         forced, unfit_rows = self._force_and_check(samples, table, planned, maxima.amax(-1).tolist())
