@@ -333,7 +333,8 @@ class TestCommand:
     def test_refusals(self, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         source = str(checkpoints["llama"])
         for arguments, reason in (
-            ((str(tmp_path / "none"), "--to", "int8", "--report"), "no config.json"),
+            ((str(tmp_path / "none"), "--to", "int8", "--report"), "no such directory"),
+            ((str(tmp_path), "--to", "int8", "--report"), "no config.json"),
             ((source, "--to", "int8", "--output", str(tmp_path)), "it is there already"),
         ):
             assert main(["quantize", *arguments]) == 1
