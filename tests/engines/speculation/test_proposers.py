@@ -217,7 +217,7 @@ def test_a_draft_ends_with_the_answer_that_it_is_of() -> None:
     assert list(SuffixProposer(2, corpus).propose([5, 11, 12], 4).tokens) == []
 
 
-def test_a_history_is_looked_up_again_once_a_corpus_has_dropped_answers() -> None:
+def test_a_history_is_looked_up_again_once_a_corpus_dropped_some() -> None:
     corpus = Corpus(40)
     for number in range(1, 5):
         corpus.add([100 * number + index for index in range(8)])
