@@ -9,6 +9,7 @@ round slower.
 - read: the maximum of each row, the cheapest operation that reads every logit.
 - ours: `Sampler.sample`, from logits to token ids, with its checks and its own random numbers.
 - transformers: a `LogitsProcessorList` of the same controls, softmax and `torch.multinomial`.
+- torch: `log_softmax`, `topk` and a count of those as high, as for vLLM's log probabilities.
 
 Even logits are normal with a deviation of 3: thousands of tokens are in the nucleus, and a row with
 top-p alone needs the weights of the whole row. Peaked logits fall with the logarithm of a token's
@@ -43,12 +44,15 @@ from transformers import (
 from adapters.contract import apply_bitmask
 from adapters.sampling.candidates import block_maxima
 from worker.engines.embedded.plan import Edits, Plan, Request
+from worker.engines.embedded.sampling import token_logprobs
 from worker.engines.embedded.sampling.sampler import Sampler
 from worker.sampling import SamplingParams
 
 RESULTS = Path(__file__).resolve().parent / "results"
 VOCAB_SIZES = (32_000, 128_256, 151_936)
 BATCH_SIZES = (1, 8, 32)
+TOP_N = 5
+"""Log probabilities beside the sampled token's."""
 CPU = torch.device("cpu")
 
 
@@ -194,6 +198,32 @@ def bitmask_lines(num_rounds: int) -> Iterator[str]:
             yield f"| {vocab_size:,} | {batch_size} | {ms} | {ratios} |"
 
 
+LOGPROBS_HEADER = """\
+| V | B | torch, ms | ours, ms | torch / ours |
+| --- | --- | --- | --- | --- |"""
+
+
+def logprob_lines(num_rounds: int) -> Iterator[str]:
+    for vocab_size in VOCAB_SIZES:
+        for batch_size in BATCH_SIZES:
+            logits = even(batch_size, vocab_size)
+            token_ids = list(range(batch_size))
+            chosen = torch.tensor(token_ids)[:, None]
+
+            def theirs(logits: torch.Tensor = logits, chosen: torch.Tensor = chosen) -> None:
+                logprobs = logits.log_softmax(-1)
+                values, ids = logprobs.topk(TOP_N)
+                own = logprobs.gather(-1, chosen)
+                ranks = (logprobs >= own).sum(-1)
+                for each in (values, ids, own, ranks):
+                    each.tolist()
+
+            ours = partial(token_logprobs, logits, token_ids, [TOP_N] * batch_size)
+            other, own = fastest([theirs, ours], num_rounds)
+            ratio = f"{other / own:.1f}"
+            yield f"| {vocab_size:,} | {batch_size} | {1e3 * other:.3f} | {1e3 * own:.3f} | {ratio} |"
+
+
 def check_share(rows: Sequence[Row], num_rounds: int) -> str:
     """What looking for rows that cannot be sampled adds to the largest step of the first case."""
     step = rows[len(VOCAB_SIZES) * len(BATCH_SIZES) - 1]
@@ -255,7 +285,7 @@ def _height(seconds: float, low: float, high: float) -> float:
     return 360 - 320 * math.log(seconds / low) / math.log(high / low)
 
 
-def report(rows: Sequence[Row], bitmasks: Sequence[str], check: str, num_rounds: int) -> str:
+def report(rows: Sequence[Row], bitmasks: Sequence[str], logprobs: Sequence[str], check: str, num_rounds: int) -> str:
     parts = [
         "# What sampling costs",
         "Made by `.venv/bin/python benchmarks/sampler.py`, which says what is compared. Fastest of "
@@ -265,6 +295,8 @@ def report(rows: Sequence[Row], bitmasks: Sequence[str], check: str, num_rounds:
         HEADER + "\n" + "\n".join(as_line(row) for row in rows),
         "Applying a bitmask, against a copy of the logits (target: 1.5):",
         BITMASK_HEADER + "\n" + "\n".join(bitmasks),
+        f"Log probabilities of the sampled token, its rank and the top {TOP_N}: ours in float64, torch's in float32:",
+        LOGPROBS_HEADER + "\n" + "\n".join(logprobs),
         "A small batch stays in the processor's cache, where a read costs next to nothing; what is left there is the\n"
         "cost of Python around one call of a kernel.",
         f"{datetime.date.today()}, {processor_name()}, {os.cpu_count()} cores, load average "
@@ -284,8 +316,9 @@ def main() -> None:
     with torch.inference_mode():
         rows = list(measure_all(arguments.rounds))
         bitmasks = list(bitmask_lines(arguments.rounds))
+        logprobs = list(logprob_lines(arguments.rounds))
         check = check_share(rows, arguments.rounds)
-    text = report(rows, bitmasks, check, arguments.rounds)
+    text = report(rows, bitmasks, logprobs, check, arguments.rounds)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "sampler.md").write_text(text)
     (RESULTS / "sampler.svg").write_text(plot(rows))
