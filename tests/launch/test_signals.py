@@ -153,8 +153,10 @@ def test_a_full_disk_under_its_log_ends_nothing(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         script = told(tmp_path, 'say "still here"; echo on >&2; watch', stdout=full)
     assert script.stderr is not None
-    while "on\n" not in (line := script.stderr.readline()):
-        assert line, "it has ended"
+    lines: list[str] = []
+    while not {"begun\n", "on\n"} <= set(lines):
+        lines.append(script.stderr.readline())
+        assert lines[-1], "it has ended"
     script.terminate()
     status, said = ended(script, tmp_path)
     assert "finished" in said

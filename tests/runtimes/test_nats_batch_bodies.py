@@ -210,7 +210,8 @@ class Answering:
         backend = Tokenizer(WordLevel({"a": 0, "END": 1, "b": 2}, unk_token="a"))
         tokenizer = cast(Any, PreTrainedTokenizerFast)(tokenizer_object=backend)
         vocabulary = Vocabulary(3, tokenizer, eos_token_ids=(1,))
-        self.server = SimpleNamespace(chains=SimpleNamespace(vocabulary=vocabulary))
+        reports = SimpleNamespace(reading=lambda request_id: contextlib.nullcontext())
+        self.server = SimpleNamespace(chains=SimpleNamespace(vocabulary=vocabulary), reports=reports)
 
     async def parsed(self, message: Any) -> None:
         return None

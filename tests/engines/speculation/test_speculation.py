@@ -448,9 +448,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(
         Engine(checkpoints["llama"], kv_blocks=128, speculative_config={"method": "draft_model", "model": str(draft)})
 
 
-def test_a_draft_model_that_overflows_is_named_by_its_option(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_draft_model_that_overflows_is_named_by_its_option(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     draft = Path(shutil.copytree(checkpoints["llama"], tmp_path / "draft"))
     weights = load_file(draft / "model.safetensors")
     weights["model.norm.weight"].fill_(3e38)
