@@ -102,7 +102,11 @@ async def test_what_vllm_has_queued_finishes_too(model: Path, updates: bool) -> 
 
     llm, running, table = Llm(), RunningRequest("r"), RequestTable[RunningRequest]()
     answered = asyncio.Event()
-    running.task = asyncio.create_task(answered.wait())
+
+    async def answer() -> None:
+        await answered.wait()
+
+    running.task = asyncio.create_task(answer())
     table.add(running)
     weights = VllmWeights(llm, VllmConfig(model_path=str(model)), table, "base", lambda reason: None)
     change = weights.update_weights(model, None, "finish") if updates else weights.pause("finish")
