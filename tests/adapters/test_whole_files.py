@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -50,6 +53,43 @@ def test_a_pipe_gets_the_text(tmp_path: Path) -> None:
     write_whole(path, LONG)
     reader.join()
     assert read == [LONG]
+
+
+def test_standard_output_gets_the_text() -> None:
+    """Of a pipe, it is a link to what has no path."""
+    program = "import pathlib, sys; from adapters.whole_files import write_whole; "
+    program += "write_whole(pathlib.Path('/dev/stdout'), 'a line\\n')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("a line\n", "")
+
+
+@pytest.mark.parametrize("call", ["pathlib.Path.replace", "os.chown"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY])
+def test_one_that_cannot_be_replaced_is_written(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file that a container has mounted alone, or one of another user."""
+    path = tmp_path / "page.md"
+    path.write_text("before")
+    same = path.stat().st_ino
+
+    def refuse(*given: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(call, refuse)
+    write_whole(path, LONG)
+    assert (path.read_text(), path.stat().st_ino) == (LONG, same)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_that_may_not_be_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("before")
+    path.chmod(0o444)
+    monkeypatch.setattr(os, "access", lambda *given: False)  # to root everything is writable
+    monkeypatch.setattr(Path, "replace", None)
+    write_whole(path, "in place, where the system refuses it")
+    assert path.read_text() == "in place, where the system refuses it"
 
 
 def test_a_directory_that_is_missing_is_an_error(tmp_path: Path) -> None:

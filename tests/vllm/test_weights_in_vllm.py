@@ -155,6 +155,28 @@ async def test_a_preempted_answer_finishes_before_a_pause(tmp_path: Path) -> Non
 
 
 @pytest.mark.campaign
+async def test_one_that_comes_while_others_finish_begins_after(tmp_path: Path) -> None:
+    """Beside one of those it could be preempted, and go on with the new weights."""
+    close_shared()
+    model = tiny(tmp_path, "llama")
+    content = memoryview((model / "model.safetensors").read_bytes())
+    async with running(model, max_model_len=192, num_gpu_blocks_override=8) as engine:
+        answers = [Answer() for _ in range(5)]
+        asking = [ask(engine, str(number), 100, found=each) for number, each in enumerate(answers)]
+        asked = [asyncio.create_task(each) for each in asking[:2]]
+        while min(len(each.tokens) for each in answers[:2]) < 5:
+            await asyncio.sleep(0.001)
+        updating = asyncio.create_task(weights_of(engine).update_weights(content, "new", "finish"))
+        while not weights_of(engine)._finishing:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        asked += [asyncio.create_task(each) for each in asking[2:]]
+        await updating
+        await asyncio.gather(*asked)
+        assert [each.versions for each in answers] == [[(0, "0")]] * 2 + [[(0, "new")]] * 3
+
+
+@pytest.mark.campaign
 async def test_a_picture_is_seen_with_the_new_weights(tmp_path: Path) -> None:
     """Its features are those of the old ones, or gone, in a cache of vLLM's own."""
     close_shared()

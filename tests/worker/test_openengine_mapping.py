@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -315,6 +316,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         check_runtime(arguments, {})
     with pytest.raises(ConfigurationError, match="--upstream grpc://: grpcio is not installed; it is in the extra"):
         asyncio.run(serve(parse_options(["--upstream", "grpc://127.0.0.1:1", "--model-path", "/models/tiny"], {})))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # as before, for the other tests
 
 
 def test_no_runtime_is_in_its_process() -> None:

@@ -102,13 +102,14 @@ async def serve(options: Options) -> None:
         ConfigurationError: a package that ``--upstream`` needs is not installed.
         StartupError: it cannot be served.
     """
+    if options.engines:
+        check_openengine("--upstream grpc://")
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in _SIGNALS:
         signal.signal(number, end_at_once)  # nothing is under way yet, and a tokenizer takes seconds
     engines = None
     if options.engines:
-        check_openengine("--upstream grpc://")
         from worker.frontdoor.openengine.opening import open_engines  # only here is gRPC needed
 
         engines = await asyncio.to_thread(open_engines, options)

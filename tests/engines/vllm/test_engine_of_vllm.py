@@ -38,6 +38,7 @@ from worker.engines import EngineRequest, KeepKv, RequestHints
 from worker.engines.images import ImageInput
 from worker.engines.vllm import VllmConfig, VllmEngine
 from worker.engines.vllm.core_reports import CoreReports
+from worker.engines.weights import WeightVersion
 from worker.errors import Draining, EngineBroken, InvalidRequest, Overloaded, RequestFailed, StartupError
 from worker.sampling import SamplingParams
 
@@ -414,6 +415,19 @@ async def test_a_receipt_is_not_waited_for_for_ever(ending: str) -> None:
         await asyncio.wait_for(adding, 5)
         with pytest.raises(EngineBroken if ending == "dies" else Draining):
             await anext(stream)
+
+
+async def test_vllm_gets_a_request_when_it_may_begin() -> None:
+    async with running() as (engine, llm):
+        may_begin = asyncio.Event()
+        weights = SimpleNamespace(is_busy=False, weight_version=WeightVersion(), fail=lambda failure: None)
+        engine.weights = weights  # type: ignore[assignment]
+        weights.admit = lambda request: may_begin.wait()
+        asked = asyncio.create_task(collect(engine, request()))
+        await asyncio.sleep(0.01)
+        assert llm.params == []
+        may_begin.set()
+        assert ((await asked).finish_reason, len(llm.params)) == ("length", 1)
 
 
 async def test_time_in_which_the_worker_was_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,22 +100,28 @@ async def test_a_pause_with_abort_ends_one_that_waits(model: Path) -> None:
 async def test_what_vllm_has_queued_finishes_too(model: Path, updates: bool) -> None:
     """vLLM's own pause leaves it in the queue, where preemption puts answers that have begun."""
 
-    class Queues(Llm):
-        async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-            await super().pause_generation(mode, clear_cache)
-            if self.asked.count("pause wait") == 3:
-                running.close()
+    llm, running, table = Llm(), RunningRequest("r"), RequestTable[RunningRequest]()
+    answered = asyncio.Event()
 
-    llm, running, table = Queues(), RunningRequest("r"), RequestTable[RunningRequest]()
+    async def answer() -> None:
+        await answered.wait()
+
+    running.task = asyncio.create_task(answer())
     table.add(running)
     weights = VllmWeights(llm, VllmConfig(model_path=str(model)), table, "base", lambda reason: None)
-    finished = ["pause wait", "resume", "pause wait", "resume", "pause wait"]
-    if updates:
-        await weights.update_weights(model, None, "finish")
-        assert llm.asked == [*finished, *UPDATE, "resume"]
-    else:
-        await weights.pause("finish")
-        assert llm.asked == finished
+    change = weights.update_weights(model, None, "finish") if updates else weights.pause("finish")
+    changing, other = asyncio.create_task(change), RunningRequest("other")
+    while not weights._finishing:
+        await asyncio.sleep(0.001)
+    assert not weights.is_busy  # a silence of vLLM is noticed
+    await weights.admit(running)
+    admitting = asyncio.create_task(weights.admit(other))
+    await asyncio.sleep(0.01)
+    assert (llm.asked, admitting.done()) == ([], False)
+    answered.set()
+    await asyncio.gather(changing, admitting)
+    assert llm.asked == (["pause wait", *UPDATE, "resume"] if updates else ["pause wait"])
+    await weights.admit(other)
 
 
 @pytest.mark.parametrize(("mode", "asked"), ORDERS)

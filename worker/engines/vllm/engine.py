@@ -221,6 +221,8 @@ class VllmEngine(LibraryEngine[RunningRequest]):
         """Give a request to vLLM, and put its outputs into the stream until it ends."""
         assert self._package is not None
         try:
+            if self.weights is not None:
+                await self.weights.admit(running)
             if isinstance(request.kv, KeepKv):
                 await self._compute_prompt(running, request, native)
             else:

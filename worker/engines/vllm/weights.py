@@ -87,6 +87,9 @@ class VllmWeights:
         self._lock = asyncio.Lock()
         self._calls = CoreCalls()
         self._is_paused = False
+        self._finishing: list[RunningRequest] = []
+        self._others_may_begin = asyncio.Event()
+        self._others_may_begin.set()
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -100,8 +103,10 @@ class VllmWeights:
 
     @property
     def is_busy(self) -> bool:
-        """Whether vLLM gives no outputs now, for a pause or an update."""
-        return self._is_paused or self._lock.locked()
+        """Whether vLLM gives no outputs now, for a pause or an update; until answers have finished
+        it gives theirs.
+        """
+        return self._is_paused or (self._lock.locked() and not self._finishing)
 
     def weight_tensors(self) -> Mapping[str, TensorKind]:
         """The tensors of the checkpoint, all of which an update must have."""
@@ -143,6 +148,13 @@ class VllmWeights:
             self._is_paused = False
             await self._let_go()
 
+    async def admit(self, request: RunningRequest) -> None:
+        """Return when vLLM may be given a request: not while only those before it may finish, for
+        vLLM could preempt it, and go on with it after the update.
+        """
+        if request not in self._finishing:
+            await self._others_may_begin.wait()
+
     async def abort_all(self) -> None:
         """See `UpdatesWeights.abort_all`."""
         for request in self._requests.unfinished:
@@ -169,15 +181,23 @@ class VllmWeights:
         """Let vLLM compute nothing, once what `mode` says has become of requests in flight.
 
         vLLM takes those in its queue for no requests in flight, preempted ones with a part of their
-        answer among them: it is let go until all have ended.
+        answer among them: it goes on until all have ended, and is given no others meanwhile.
         """
         if mode == "abort":
             await self.abort_all()
-        in_flight = self._requests.unfinished if mode == "finish" else []
-        await self._pause(mode)
-        while not all(request.done for request in in_flight):
-            await self._let_go()
+        if mode != "finish":
             await self._pause(mode)
+            return
+        self._finishing = self._requests.unfinished
+        self._others_may_begin.clear()
+        try:
+            tasks = [request.task for request in self._finishing if request.task is not None]
+            if tasks:
+                await asyncio.wait(tasks)
+            await self._pause(mode)
+        finally:
+            self._finishing = []
+            self._others_may_begin.set()
 
     async def _pause(self, mode: PauseMode) -> None:
         await self._calls.answer(self._llm.pause_generation(mode=_VLLM_MODES[mode], clear_cache=False))
