@@ -159,13 +159,17 @@ def test_a_forced_call_that_ends_as_a_text_is_a_call() -> None:
 
 
 def test_a_stop_sequence_ends_a_text_behind_a_call() -> None:
-    """The client got it as text, and was not told of it. The end of a call is no stop sequence."""
+    """And a thought: the client got it as text, untold. The end of a call is no stop sequence."""
     called = chunk(**call(0, '{"a": 1}', name="f"))
     stops = ("END", "}")
     message = message_of(
         [called, chunk(content="So E"), chunk("tool_calls", content="ND"), last()], stop_sequences=stops
     )
     assert message["content"][1:] == [{"type": "text", "text": "So "}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+    thought = [chunk(reasoning_content="So E"), chunk("tool_calls", reasoning_content="ND")]
+    message = message_of([called, *thought, last()], stop_sequences=stops)
+    assert message["content"][1]["thinking"] == "So "
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
     message = message_of([called, chunk("tool_calls"), last()], stop_sequences=stops)
     assert message["content"] == [{"type": "tool_use", "id": "call-0", "name": "f", "input": {"a": 1}}]

@@ -229,9 +229,21 @@ def test_log_probabilities_of_a_message_have_no_thinking(answer: bytes, sizes: l
     assert b"".join(bytes(each["bytes"]) for each in part["logprobs"]) == answer
 
 
-def test_log_probabilities_of_a_message_have_no_call() -> None:
-    """Those of the marks before a call did, and those of the marks behind it in the next one."""
-    tokens = ["Hi ", "you", "<tool", "_call>", '{"name": "f"', ', "arguments": ', "{}", "}", "</tool_call>", "Do", "ne"]
+@pytest.mark.parametrize(
+    ("before", "mark"),
+    [
+        (["Hi ", "you"], ["<tool", "_call>"]),
+        (["Hi <"], ["<tool_call>"]),
+        (["Hi", " <to"], ["<tool_call>{"]),
+        (["Hi <to", "ol_"], ["<tool_", "call>"]),
+    ],
+)
+def test_log_probabilities_of_a_message_have_no_call(before: list[str], mark: list[str]) -> None:
+    """Those of the marks before a call did, also where the text ends as a mark begins, and those of
+    the marks behind it in the next one.
+    """
+    begun = '"name": "f"' if mark[-1].endswith("{") else '{"name": "f"'
+    tokens = [*before, *mark, begun, ', "arguments": ', "{}", "}", "</tool_call>", "Do", "ne"]
     stage, items = ToolStage(lambda: CallParser(FORMATS["neutral"], {"f": {}})), OutputItems(0)
     for place, token in enumerate(tokens, 1):
         ends = "stop" if place == len(tokens) else None
@@ -240,7 +252,7 @@ def test_log_probabilities_of_a_message_have_no_call() -> None:
     list(items.end("completed"))
     first, called, last = items.items
     assert called["arguments"] == "{}"
-    for message, text in ((first, ["Hi ", "you"]), (last, ["Do", "ne"])):
+    for message, text in ((first, before), (last, ["Do", "ne"])):
         (part,) = message["content"]
         assert part["text"] == "".join(text)
         assert [each["token"] for each in part["logprobs"]] == text

@@ -142,7 +142,7 @@ class MessageEvents:
 
     def _close(self, *, is_last: bool = False) -> list[Event]:
         """End the open block, if there is one; an empty one is left out."""
-        is_stop = self._finish_reason == "stop" or (self._finish_reason == "tool_calls" and self._open == "text")
+        is_stop = self._finish_reason == "stop" or (self._finish_reason == "tool_calls" and self._open != "tool_use")
         if is_last and is_stop and not self._ends_at_token:
             rest, self._stop_sequence = self._held.stop()
         else:

@@ -26,8 +26,10 @@ class OutputItems:
         self._call_index = -1
         self._logprobs: list[Item] = []
         self._before: list[Item] = []  # of the chunk with the newest reasoning or call, in which a message may begin
-        self._num_ahead = 0  # bytes of a message's tokens behind its text, those of a character that is not complete
-        self._unscored = ""  # newest text of a message, whose tokens come with what is behind it in the same chunk
+        self._num_ahead = (
+            0  # bytes of a message's tokens behind its text, those of a character or a mark that may go on
+        )
+        self._unscored = b""  # newest text of a message, whose tokens come with what is behind it in the same chunk
 
     @property
     def items(self) -> list[Item]:
@@ -87,17 +89,16 @@ class OutputItems:
             yield from self._opened(MessageOutput(len(self.items)))
             self._num_ahead = 0
         assert isinstance(self._open, MessageOutput)
-        logprobs = self._taken(text)
-        self._unscored = "" if logprobs else text
+        encoded = text.encode()
+        of_new = encoded[self._num_ahead :]
+        self._num_ahead = max(0, self._num_ahead - len(encoded))
+        logprobs = self._taken(of_new) if of_new else []
+        self._unscored = b"" if logprobs else of_new
         yield from self._open.add(text, logprobs)
 
-    def _taken(self, text: str) -> list[Item]:
+    def _taken(self, text: bytes) -> list[Item]:
         """The log probabilities of the tokens up to the end of a text, which are taken."""
-        encoded = text.encode()
-        if len(encoded) <= self._num_ahead:
-            self._num_ahead -= len(encoded)
-            return []
-        places = _places(self._logprobs, encoded[self._num_ahead :])
+        places = _places(self._logprobs, text)
         end = len(self._logprobs) if places is None else places.end
         self._num_ahead = 0 if places is None else places.num_ahead
         taken, self._logprobs = self._logprobs[:end], self._logprobs[end:]
@@ -123,11 +124,11 @@ class OutputItems:
         if self._open is None:
             return
         if isinstance(self._open, MessageOutput) and self._unscored and self._logprobs:
-            places = _places(self._logprobs, self._unscored.encode())
+            places = _places(self._logprobs, self._unscored)
             if places is not None:
                 yield from self._open.add("", self._logprobs[places.begin : places.end])
                 del self._logprobs[: places.end]
-        self._unscored = ""
+        self._unscored = b""
         closed, self._open = self._open, None
         self._finished.append(closed.item(status))
         yield from closed.end(status)
