@@ -122,6 +122,30 @@ def test_waiting_for_a_slot_is_no_part_of_the_transfer() -> None:
         side.close()
 
 
+def test_no_time_is_negative_of_a_request_that_gets_no_slot() -> None:
+    """It was admitted before its KV had been read, and its time in the queue was negative."""
+    sides = [Side(lease_s=60.0), Side(max_num_seqs=1)]
+    prefill, decode = sides
+    leased(sides, "first")
+    other = PROMPT[::-1]
+    prefill.prefill("second", other)
+    run(sides, lambda: prefill.finished("second") is not None)
+    decode.decode("first", PROMPT, prefill.handle("first"), 40)
+    run(sides, lambda: bool(decode.tokens("first")))
+    request = recall_request(decode.model, "second", other, 4)
+    decode.connector.receive(request, prefill.handle("second"))
+    run(sides, lambda: decode.connector.counts["received"] == 2)
+    decode.abort("second")
+    times = request.queue_times
+    assert times is not None
+    assert times.received_s is not None
+    assert times.allocated_s < times.received_s <= times.admitted_s
+    decode.abort("first")
+    run(sides, lambda: prefill.is_empty and decode.is_empty)
+    for side in sides:
+        side.close()
+
+
 def test_a_request_that_ends_at_a_shut_gate_ends_its_lease(sides: list[Side]) -> None:
     prefill, decode = sides
     leased(sides, "one")

@@ -65,7 +65,8 @@ class PinnedRequests:
         """The KV of the first `num_computed` tokens of a pinned request has been received."""
         self.queues.cache.complete(request, num_computed)
         if request.queue_times is not None:
-            request.queue_times = replace(request.queue_times, received_s=time.monotonic())
+            now_s = time.monotonic()
+            request.queue_times = replace(request.queue_times, received_s=now_s, admitted_s=now_s)
 
     def resume(self, request: Request) -> None:
         """Move a pinned request into prefill; there must be a slot."""
