@@ -223,7 +223,10 @@ class Mortals:
     def connected_pair(self, reference: Reference) -> tuple[Worker, Worker]:
         pair = self.pair()
         prompt = prompt_of(random.randrange(10**6))
-        reply = wait_for(lambda: answered(self.stack, prompt), "an answer")
+        try:
+            reply = wait_for(lambda: answered(self.stack, prompt), "an answer")
+        except AssertionError:
+            raise AssertionError(f"{ask(self.stack, prompt).text}\n{self.stack.evidence()}") from None
         assert reply.token_ids == reference.answer(prompt)
         settled(self.stack)  # a hold that ended only now would count among those of the test
         return pair
@@ -323,7 +326,8 @@ def test_decode_dies_before_or_while_it_reads(mortals: Mortals, reference: Refer
             wait_for(lambda: held(prefill) == 1, "a held prompt")
             decode.end()
     assert asking.reply().status != 200
-    wait_for(lambda: transferred(prefill, "timed_out") == before + 1, "the time-out")
+    wait_for(lambda: held(prefill) == 0, "the time-out")
+    assert transferred(prefill, "timed_out") == before + 1, prefill.log
     settled(mortals.stack)
     mortals.connected_pair(reference)
     settled(mortals.stack)

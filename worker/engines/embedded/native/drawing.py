@@ -32,7 +32,7 @@ class ControlColumns:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What `Drawer.draw` found, for each row.
+    """The findings of `Drawer.draw`, for each row.
 
     Attributes:
         ids: Token; 0 where the highest logit, divided, is not finite.

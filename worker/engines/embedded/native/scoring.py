@@ -13,7 +13,7 @@ from worker.engines.embedded.native.paths import library
 
 
 class Score(NamedTuple):
-    """What is found of a row.
+    """The findings for a row.
 
     Attributes:
         logprob: Log probability of the token; NaN where the highest logit is not finite.

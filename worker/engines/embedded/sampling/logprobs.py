@@ -59,7 +59,7 @@ def token_logprobs(
 
 
 def scored(token_id: int, score: scoring.Score) -> list[TokenLogprob]:
-    """What native kernels found of a row, as `token_logprobs` has it."""
+    """Give what native kernels found of a row the form of `token_logprobs`."""
     top = [TokenLogprob(*one, rank) for rank, one in enumerate(score.top, start=1)]
     return [TokenLogprob(token_id, score.logprob, score.rank), *top]
 
