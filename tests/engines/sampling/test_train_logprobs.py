@@ -22,6 +22,7 @@ from adapters.processors.truncation import Temperature
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
 from worker.engines.embedded import Engine
+from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.offline.results import Result
 from worker.engines.embedded.plan import Plan, Request
 from worker.engines.embedded.sampling.sampler import Sampler
@@ -70,6 +71,7 @@ CONTROLS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
 @settings(max_examples=examples(150), deadline=None)
 @given(
     controls=CONTROLS,
@@ -80,7 +82,13 @@ CONTROLS = st.fixed_dictionaries(
     seed=st.integers(0, 2**64 - 1),
 )
 def test_equal_to_the_formulas_in_float64(
-    controls: dict[str, Any], step: float | None, spread: float, banned: set[int], penalty: float | None, seed: int
+    controls: dict[str, Any],
+    step: float | None,
+    spread: float,
+    banned: set[int],
+    penalty: float | None,
+    seed: int,
+    has_kernels: bool,
 ) -> None:
     """Logits on a grid of `step` have ties."""
     logits = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) * spread
@@ -98,7 +106,10 @@ def test_equal_to_the_formulas_in_float64(
     model = ScriptedModel()
     model.by_position[:] = logits / 2
     model.by_token.zero_()
-    (entry,) = run(model, params)
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_kernels:
+            patch.setattr(native_weights, "are_available", lambda: False)
+        (entry,) = run(model, params)
     raw = logits.double().numpy()
     edited = raw.copy()
     edited[USABLE:] = -np.inf

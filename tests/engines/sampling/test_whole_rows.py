@@ -33,6 +33,7 @@ from adapters.contract import (
 )
 from adapters.vocabulary import Vocabulary
 from worker.engines import TokenLogprob
+from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.plan import Edits, Plan, Request
 from worker.engines.embedded.sampling import sampler, token_logprobs
 from worker.engines.embedded.sampling.logprobs import weight_logprobs
@@ -88,6 +89,7 @@ def by_whole_row(row: torch.Tensor, asked: Request) -> tuple[int, list[TokenLogp
     return token, token_logprobs(row[None], [token], [params.logprobs])[0]
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
 @settings(max_examples=examples(150), deadline=None)
 @given(
     wanted=st.lists(asked, min_size=1, max_size=6),
@@ -106,8 +108,17 @@ def test_the_sampler_finds_what_whole_rows_hold(
     scale: float,
     spoilt: float | None,
     masked: bool,
+    has_kernels: bool,
 ) -> None:
-    logits = logits_of(seed, len(wanted), width, grain, scale)
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_kernels:
+            patch.setattr(native_weights, "are_available", lambda: False)
+        check_sampler(logits_of(seed, len(wanted), width, grain, scale), wanted, spoilt, masked)
+
+
+def check_sampler(logits: torch.Tensor, wanted: list[SamplingParams], spoilt: float | None, masked: bool) -> None:
+    """A sampler's tokens and log probabilities are those of `by_whole_row`."""
+    width = logits.shape[1]
     if spoilt is not None:
         logits[0] = spoilt if spoilt == -math.inf else torch.where(torch.arange(width) == width // 3, spoilt, logits[0])
     never = (3, width - 1)

@@ -111,11 +111,14 @@ class RowTable:
         return torch.tensor(self.greedy, dtype=torch.int64)
 
     @cached_property
+    def processed_counts(self) -> dict[int, int]:
+        """The n of the top-n of each of `processed`, 0 of the `attributed` ones."""
+        return dict(zip(self.processed, self.counts(self.processed, self.attributed), strict=True))
+
+    @cached_property
     def drawn_counts(self) -> list[int] | None:
-        """The n of each row's top-n of what it is sampled from, -1 where nothing is wanted of that;
-        None where nothing is of any row.
-        """
-        counts = dict(zip(self.processed, self.counts(self.processed, self.attributed), strict=True))
+        """`processed_counts` of every row, -1 where nothing is wanted; None if it is of none."""
+        counts = self.processed_counts
         return [counts.get(row, -1) for row in range(len(self.owners))] if counts else None
 
     @cached_property

@@ -188,8 +188,7 @@ class Sampler:
 
     def _attach_processed(self, chosen: _Chosen, logits: torch.Tensor, table: RowTable) -> None:
         """Write the processed log probabilities: of forced rows, and of greedy ones, too."""
-        samples, found = chosen.samples, dict(chosen.logprobs)
-        counts = dict(zip(table.processed, table.counts(table.processed, table.attributed), strict=True))
+        samples, found, counts = chosen.samples, dict(chosen.logprobs), table.processed_counts
         for row in chosen.forced.keys() & counts.keys():
             top = [TokenLogprob(chosen.forced[row], 0.0, 1)]
             found[row] = top + top[: counts[row]]
@@ -225,10 +224,8 @@ class Sampler:
         if not left:
             return _Chosen(samples, forced, {}, {})
         rows, kept = list(left), {row: _packed(left[row] > 0) for row in table.trained if row in left}
-        counts = dict(zip(table.processed, table.counts(table.processed, table.attributed), strict=True))
-        found = weight_logprobs(
-            torch.stack(list(left.values())), [sampled[row] for row in rows], [counts[row] for row in rows]
-        )
+        counts = [table.processed_counts[row] for row in rows]
+        found = weight_logprobs(torch.stack(list(left.values())), [sampled[row] for row in rows], counts)
         return _Chosen(samples, forced, dict(zip(rows, found, strict=True)), kept)
 
     def _force_and_check(
