@@ -123,11 +123,25 @@ def test_a_row_whose_highest_logit_is_not_finite_has_none(path: str, odd: float)
     assert [token for token, _ in good.top] == [0, 1]
 
 
+def test_what_lies_behind_a_row_has_no_rank(path: str) -> None:
+    """A caller may know a wider vocabulary than the rows have."""
+    memory = torch.full((2, 16), 50.0)
+    rows = memory[:, :8].zero_()
+    assert score(rows, [0, 1], [12, 3], slice(12, None)) == score(rows.clone(), [0, 1], [8, 3])
+    assert score(rows, [0, 1], [8, 8], torch.tensor([5, 2])) == score(rows, [0, 1], [8, 8], torch.tensor([2, 5]))
+
+
 def test_arguments(path: str) -> None:
     rows = torch.zeros(2, 8)
     for tokens in ([0, 8], [-1, 0]):
         with pytest.raises(IndexError, match="tokens must be from 0 to 7"):
             score(rows, tokens, [0, 0])
+    for never in (torch.tensor([2, 8]), torch.tensor([-1])):
+        with pytest.raises(IndexError, match="never must be from 0 to 7"):
+            score(rows, [0, 1], [0, 0], never)
+    for tokens, counts in (([0], [0, 0]), ([0, 1], [0]), ([0, 1, 2], [0, 0])):
+        with pytest.raises(ValueError, match="2 rows need as many tokens and counts"):
+            score(rows, tokens, counts)
     assert score(rows[:0], [], []) == []
     assert can_score(rows)
     assert not can_score(rows.bfloat16())

@@ -88,24 +88,29 @@ def score(
         logits: float32 or float64 ``[R, V]`` on the CPU, not normalised.
         token_ids: The token of each row.
         counts: Number of the highest tokens of each row.
-        never: Ids that have no rank, rising; a slice of them ends at V.
+        never: Ids that have no rank; a slice of them ends at V.
         divisors: float64 ``[R]``, above 0, of the logits; None for 1.
 
     Raises:
         IndexError: there is no such token.
+        ValueError: there is not a token and a count for each row.
     """
     rows, width = logits.shape
+    if len(token_ids) != rows or len(counts) != rows:  # C would read, and write, beyond them
+        raise ValueError(f"{rows} rows need as many tokens and counts, got {len(token_ids)} and {len(counts)}")
     if not rows:
         return []
-    if min(token_ids) < 0 or max(token_ids) >= width:  # which C would read beyond the row
+    if min(token_ids) < 0 or max(token_ids) >= width:
         raise IndexError(f"tokens must be from 0 to {width - 1}, got {min(token_ids)} to {max(token_ids)}")
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     ranked, unranked = width, torch.empty(0, dtype=torch.int64)
     if isinstance(never, slice):
-        ranked = never.start
-    elif never is not None:
-        unranked = never.contiguous()
+        ranked = never.indices(width)[0]
+    elif never is not None and len(never):
+        unranked = never.sort().values
+        if unranked[0] < 0 or unranked[-1] >= width:
+            raise IndexError(f"never must be from 0 to {width - 1}, got {int(unranked[0])} to {int(unranked[-1])}")
     tokens, scores = torch.tensor(token_ids, dtype=torch.int64), Scores(counts, width)
     kernels = library(torch.float32)
     scoring = kernels.scoring_t(

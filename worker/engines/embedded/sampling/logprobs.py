@@ -36,7 +36,8 @@ def token_logprobs(
 
     Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
     Native kernels compute on the CPU (`native.scoring`), torch elsewhere and for gradients: their
-    results differ in the last bits of float64 alone.
+    results differ in the last bits of float64, and so in ranks of tokens that differ no more, and
+    of masked ones.
 
     Args:
         logits: floating ``[m, V]``, not normalised.
@@ -46,7 +47,8 @@ def token_logprobs(
             neither ranked nor among the top-n.
     """
     if scoring.can_score(logits):
-        return list(map(scored, token_ids, scoring.score(logits, token_ids, counts, never)))
+        found = scoring.score(logits, token_ids, counts, never)
+        return [scored(*one) for one in zip(token_ids, found, strict=True)]
     logprobs = logits.double().log_softmax(-1)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logprobs.gather(-1, sampled)
