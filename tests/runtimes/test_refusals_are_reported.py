@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,10 @@ from nats_workers import running as running_on_nats
 from openengine_workers import connected as connected_to
 from openengine_workers import running
 from raw_nats import RawNats
+from request_lines import kept_lines
 from servers import NatsServer
 
 from worker.metrics import OUTCOMES
-from worker.request_log import LOGGER
 from worker.runtimes.direct.process import DirectWorker
 from worker.runtimes.nats.protocol import REQUEST_ID
 
@@ -41,21 +39,10 @@ NATS: dict[str, tuple[bytes, str]] = {
 }
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(json.loads(record.getMessage()))
-
-
 @pytest.fixture
 def lines() -> Iterator[list[dict[str, Any]]]:
-    handler = Lines()
-    logging.getLogger(LOGGER).addHandler(handler)
-    yield handler.lines
-    logging.getLogger(LOGGER).removeHandler(handler)
+    with kept_lines() as kept:
+        yield kept
 
 
 def counted(worker: DirectWorker) -> dict[str, float]:

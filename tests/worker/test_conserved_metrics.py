@@ -5,8 +5,6 @@ worker that is idle again adds up, and agrees with what the clients were told.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from dynamo.llm import exceptions
 from prometheus_client import CollectorRegistry
+from request_lines import kept_lines
 from served_worker import serving
 from test_llm_engine import SEAL, FakeEngine, chains, collect, outcomes, raising, request, started
 from test_nothing_is_left import WAIT_S, Load, what_is_left
@@ -23,7 +22,6 @@ from test_nothing_is_left import WAIT_S, Load, what_is_left
 from worker.arguments import parse_arguments
 from worker.engines import TokenDelta
 from worker.errors import InvalidRequest, Overloaded
-from worker.request_log import LOGGER
 from worker.runtimes.dynamo_engine import WorkerEngine
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
@@ -41,23 +39,10 @@ IDLE = (
 """Gauges of what is under way."""
 
 
-class Lines(logging.Handler):
-    """Keeps the lines of ``--log-requests``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(json.loads(record.getMessage()))
-
-
 @pytest.fixture
 def lines() -> Iterator[list[dict[str, Any]]]:
-    handler = Lines()
-    logging.getLogger(LOGGER).addHandler(handler)
-    yield handler.lines
-    logging.getLogger(LOGGER).removeHandler(handler)
+    with kept_lines() as kept:
+        yield kept
 
 
 class Told:

@@ -14,6 +14,7 @@ from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.vocabulary import Vocabulary
 from worker.engines.embedded.kv_cache import BlocksStored
+from worker.engines.embedded.plan import Request
 from worker.engines.weights import WeightVersion
 from worker.errors import InvalidRequest
 
@@ -99,7 +100,8 @@ def test_the_receipt_of_a_ready_request_says_it_is_recomputed() -> None:
         side.close()
 
 
-def test_waiting_for_a_slot_is_no_part_of_the_transfer() -> None:
+def waiting_for_a_slot() -> tuple[list[Side], Request]:
+    """Two workers, and a request whose KV is at the second one, where another has the only slot."""
     sides = [Side(lease_s=60.0), Side(max_num_seqs=1)]
     prefill, decode = sides
     leased(sides, "first")
@@ -111,6 +113,12 @@ def test_waiting_for_a_slot_is_no_part_of_the_transfer() -> None:
     request = recall_request(decode.model, "second", other, 4)
     decode.connector.receive(request, prefill.handle("second"))
     run(sides, lambda: decode.connector.counts["received"] == 2)
+    return sides, request
+
+
+def test_waiting_for_a_slot_is_no_part_of_the_transfer() -> None:
+    sides, request = waiting_for_a_slot()
+    prefill, decode = sides
     ready_s = time.monotonic()
     run(sides, lambda: decode.finished("second") is not None)
     times = request.queue_times
@@ -124,17 +132,8 @@ def test_waiting_for_a_slot_is_no_part_of_the_transfer() -> None:
 
 def test_no_time_is_negative_of_a_request_that_gets_no_slot() -> None:
     """It was admitted before its KV had been read, and its time in the queue was negative."""
-    sides = [Side(lease_s=60.0), Side(max_num_seqs=1)]
+    sides, request = waiting_for_a_slot()
     prefill, decode = sides
-    leased(sides, "first")
-    other = PROMPT[::-1]
-    prefill.prefill("second", other)
-    run(sides, lambda: prefill.finished("second") is not None)
-    decode.decode("first", PROMPT, prefill.handle("first"), 40)
-    run(sides, lambda: bool(decode.tokens("first")))
-    request = recall_request(decode.model, "second", other, 4)
-    decode.connector.receive(request, prefill.handle("second"))
-    run(sides, lambda: decode.connector.counts["received"] == 2)
     decode.abort("second")
     times = request.queue_times
     assert times is not None
