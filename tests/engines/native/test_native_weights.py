@@ -499,6 +499,14 @@ def test_min_p_is_exact_at_its_bound(path: str, highest: float, min_p: float) ->
     assert set(drawn.ids) == {token for token, logit in enumerate(row.tolist()) if logit >= bound}
 
 
+def test_what_top_k_keeps_without_a_weight_cannot_be_drawn(path: str) -> None:
+    logits = torch.tensor([[-60.0, 0.0, -50.0, -70.0]])
+    drawn = Drawer(4).draw(logits, columns_of([Controls(top_k=3)]), [0.5], [3], keeps=True)
+    assert drawn.kept is not None
+    assert drawn.kept.tolist() == [[0b10]]
+    assert drawn.scores == [(0.0, 1, [(1, 0.0)])]
+
+
 def test_draws_of_many_rows_by_several_threads(path: str) -> None:
     """Rows, here parts of longer ones, are taken by whichever thread is free, and each thread's
     memory is its own.

@@ -123,6 +123,12 @@ def test_a_row_whose_highest_logit_is_not_finite_has_none(path: str, odd: float)
     assert [token for token, _ in good.top] == [0, 1]
 
 
+def test_a_tie_without_a_rank_is_not_ahead(path: str) -> None:
+    (found,) = score(torch.zeros(1, 8), [5], [3], torch.tensor([2, 6]))
+    assert found.rank == 5
+    assert [token for token, _ in found.top] == [0, 1, 3]
+
+
 def test_what_lies_behind_a_row_has_no_rank(path: str) -> None:
     """A caller may know a wider vocabulary than the rows have."""
     memory = torch.full((2, 16), 50.0)
