@@ -15,8 +15,8 @@ _IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 def write_whole(path: Path, text: str) -> None:
     """Write a file in UTF-8 whole, or leave what is there, and no part of it.
 
-    What is no regular file, as a pipe, gets the text as it is, and so does a file whose place no
-    other one of the same owner can take; of a link its target is written.
+    A pipe, as all that is no regular file, gets the text as it is, and so does a file whose place
+    no other one of the same owner can take; of a link its target is written.
 
     Raises:
         OSError: it cannot be written.

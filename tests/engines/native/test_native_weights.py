@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from decimal import Decimal, localcontext
 
 import pytest
 import torch
-from chosen_paths import kept_choices, plain_c
+from chosen_paths import plain_c
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,25 +20,15 @@ from adapters.sampling import candidates
 from adapters.sampling.truncation import log_of
 from adapters.sampling.weights import as_units, share_of_one, weight_bits
 from adapters.sampling.whole_row import TorchRow
-from worker.engines.embedded import native
 from worker.engines.embedded.native import weights as native_weights
 from worker.engines.embedded.native.drawing import ControlColumns, Drawer
 from worker.engines.embedded.native.weights import NativeRow, exponential_
 from worker.engines.embedded.sampling.truncation import Controls, Group, group_rows, truncate_and_sample
 
 CPU = torch.device("cpu")
-PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 WIDTHS = [1, 5, 63, 64, 65, 700, 3000, 9001, 40_003]
 
 pytestmark = pytest.mark.native
-
-
-@pytest.fixture(scope="module", params=PATHS)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One that computes in float32."""
-    with kept_choices():
-        native.choose_path(torch.float32, request.param)
-        yield request.param
 
 
 def in_plain_c(values: torch.Tensor) -> torch.Tensor:

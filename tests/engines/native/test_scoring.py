@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from chosen_paths import kept_choices, plain_c
+from chosen_paths import plain_c
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engines.embedded import native
 from worker.engines.embedded.native.scoring import can_score, score
 
-PATHS = [path for path in native.PATHS if native.unavailable(torch.float32, path) is None]
 WIDTHS = [1, 2, 63, 64, 65, 129, 700, 3000]
 
 pytestmark = pytest.mark.native
-
-
-@pytest.fixture(scope="module", params=PATHS)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One that computes in float32."""
-    with kept_choices():
-        native.choose_path(torch.float32, request.param)
-        yield request.param
 
 
 @st.composite

@@ -53,13 +53,14 @@ bar_of(const highest_t *h, double least)
 static inline void
 add_value(highest_t *h, int64_t id, double value)
 {
-    int64_t at = 0;
     if (h->found == h->wanted) {
         h->ids[0] = id, h->values[0] = value;
         sink(h, h->found);
         return;
     }
-    for (at = h->found++, h->ids[at] = id, h->values[at] = value; at && is_lower(h, at, (at - 1) / 2); at = (at - 1) / 2)
+    int64_t at = h->found++;
+    h->ids[at] = id, h->values[at] = value;
+    for (; at && is_lower(h, at, (at - 1) / 2); at = (at - 1) / 2)
         swap(h, at, (at - 1) / 2);
 }
 
