@@ -26,9 +26,7 @@ class OutputItems:
         self._call_index = -1
         self._logprobs: list[Item] = []
         self._before: list[Item] = []  # of the chunk with the newest reasoning or call, in which a message may begin
-        self._num_ahead = (
-            0  # bytes of a message's tokens behind its text, those of a character or a mark that may go on
-        )
+        self._num_ahead = 0  # bytes of a message's tokens behind its text: a character or a mark may go on
         self._unscored = b""  # newest text of a message, whose tokens come with what is behind it in the same chunk
 
     @property
