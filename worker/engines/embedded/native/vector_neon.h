@@ -385,7 +385,7 @@ interleave(const uint16_t *even, const uint16_t *odd, int64_t count, uint16_t *t
     }
 #pragma GCC unroll 4
     for (int64_t at = 0; at < COLUMNS; at += 8)
-        vst2q_u16(to + 2 * at, (uint16x8x2_t){{vld1q_u16(even + at), vld1q_u16(odd + at)}});
+        vst2q_u16(to + 2 * at, ((uint16x8x2_t){{vld1q_u16(even + at), vld1q_u16(odd + at)}})); /* a macro in clang */
 }
 
 #undef EACH_FOUR
