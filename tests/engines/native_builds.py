@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,11 @@ needs_dot_in_evex = pytest.mark.skipif(
 )
 
 
-def compile_kernels(path: str, to: Path, *options: str, compiler: str = "cc") -> None:
+ALWAYS = ("-Wno-psabi", "-ffp-contract=off", "-fno-math-errno", f"-I{libraries.FOLDER}")
+
+
+def compile_kernels(path: str, to: Path, *options: str, compiler: Sequence[str] = ("cc", "-fopenmp")) -> None:
     """The kernels in the instructions of `path`, with `options`: a program or a library."""
-    folder = libraries.FOLDER
-    command = [
-        *(compiler, "-Wno-psabi", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path], *options),
-        *(f"-I{folder}", *map(str, sorted(folder.glob("*.c"))), "-lm", "-o", str(to)),
-    ]
+    sources = map(str, sorted(libraries.FOLDER.glob("*.c")))
+    command = [*compiler, *ALWAYS, *FLAGS[path], *options, *sources, "-lm", "-o", str(to)]
     subprocess.run(command, check=True, timeout=300)

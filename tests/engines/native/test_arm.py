@@ -6,33 +6,25 @@ Processors with and without SDOT are emulated. Speed is not tested: an emulator 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
+import arm_emulation
 import pytest
-from native_builds import FLAGS, compile_kernels
+from arm_emulation import PROCESSORS, emulate
+from native_builds import ALWAYS, FLAGS, compile_kernels
 from test_native_sanitizers import DIGESTS, FUZZ, ROUNDS
 
 from worker.engines.embedded import native
 from worker.engines.embedded.native import libraries
 
-pytestmark = [pytest.mark.native_build, pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.native_build, pytest.mark.timeout(600)]  # Zig compiles musl once, which takes a minute
 
 EDGES = Path(__file__).with_name("vector_edges.c")
-COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-PROCESSORS = ("max", "cortex-a72")
-"""Processors of the emulator: the second one has no SDOT."""
-
 SEEDS = (2, 3)
 EDGE_ROUNDS = 3000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools() -> None:
-    for tool, package in ((COMPILER, "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"), (EMULATOR, "qemu-user")):
-        assert shutil.which(tool), f"no {tool}, which these tests need: apt-get install {package}"
 
 
 def digest(*command: object) -> str:
@@ -55,20 +47,20 @@ def options_of(path: str, dtype: str) -> list[str]:
     return ["-O2", f"-I{FUZZ.parent}", *kind]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", ["neon", "generic"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_arm_has_the_bits_of_x86(dtype: str, path: str, tmp_path: Path) -> None:
     """All kernels, with odd sizes; a digest of all results, and those of other seeds."""
     expected = {str(known): of for known, of in DIGESTS.items()}[f"torch.{dtype}"]
     program = tmp_path / "fuzz"
-    compile_kernels(path, program, *options_of(path, dtype), "-static", str(FUZZ), compiler=COMPILER)
-    for processor in PROCESSORS:
-        assert digest(EMULATOR, "-cpu", processor, program, ROUNDS) == expected, processor
+    compile_kernels(path, program, *options_of(path, dtype), str(FUZZ), compiler=arm_emulation.compiler())
+    assert {emulate(program, ROUNDS, processor=each) for each in PROCESSORS} == {expected}
     here = {}
     for other in x86_paths(dtype):
         compile_kernels(other, tmp_path / other, *options_of(other, dtype), str(FUZZ))
         here[other] = [digest(tmp_path / other, ROUNDS // 3, seed) for seed in SEEDS]
-    there = [digest(EMULATOR, "-cpu", PROCESSORS[0], program, ROUNDS // 3, seed) for seed in SEEDS]
+    there = [emulate(program, ROUNDS // 3, seed, processor="max") for seed in SEEDS]
     assert here == dict.fromkeys({*here, "generic"}, there)
     assert len(set(there)) == len(SEEDS)
 
@@ -79,18 +71,16 @@ def test_vectors_agree_at_the_edges(dtype: str, tmp_path: Path) -> None:
     NEON's, alone.
     """
 
-    def compiled(path: str, compiler: str, *options: str) -> Path:
-        program = tmp_path / f"{compiler}-{path}"
-        command = [compiler, "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno", *FLAGS[path]]
-        files = [f"-I{libraries.FOLDER}", str(EDGES), "-lm", "-o", str(program)]
-        subprocess.run([*command, *options_of(path, dtype), *options, *files], check=True, timeout=100)
+    def compiled(path: str, compiler: Sequence[str]) -> Path:
+        program = tmp_path / f"{Path(compiler[0]).name}-{path}"
+        command = [*compiler, *ALWAYS, *FLAGS[path], *options_of(path, dtype), str(EDGES), "-lm", "-o", str(program)]
+        subprocess.run(command, check=True, timeout=300)
         return program
 
-    commands: dict[str, list[object]] = {path: [compiled(path, "cc")] for path in x86_paths(dtype)}
-    for path in ("neon", "generic"):
-        program = compiled(path, COMPILER, "-static")
-        for processor in PROCESSORS:
-            commands[f"{path} on {processor}"] = [EMULATOR, "-cpu", processor, program]
+    here = {path: compiled(path, ["cc"]) for path in x86_paths(dtype)}
+    there = {path: compiled(path, arm_emulation.compiler()) for path in ("neon", "generic")}
     for seed in SEEDS:
-        found = {name: digest(*command, EDGE_ROUNDS, seed) for name, command in commands.items()}
+        found = {path: digest(program, EDGE_ROUNDS, seed) for path, program in here.items()}
+        for path, processor in product(there, PROCESSORS):
+            found[f"{path} on {processor}"] = emulate(there[path], EDGE_ROUNDS, seed, processor=processor)
         assert len(set(found.values())) == 1, found
