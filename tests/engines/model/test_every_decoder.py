@@ -127,6 +127,33 @@ def check_bits(path: Path, dtype: str) -> None:
         assert torch.equal(last_logits(model, (0, 7, 40, 41, 90))[-1:], whole), quantization
 
 
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_who_is_read_changes_no_bit(kind: str, shape: int, kernels: str, tmp_path: Path) -> None:
+    """Two prompts and a decoding row between them, of whose tokens all, some or none are read."""
+    write(tmp_path, kind, shape)
+    model = loaded(tmp_path, kernels=kernels)
+    ids = torch.randint(300, (100,), generator=torch.Generator().manual_seed(6)).tolist()
+
+    def computed(read: list[int] | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        batch = Batch(read_rows=read)
+        batch.append([2, 0], 0, ids[:40], 32)
+        batch.append([3], 0, ids[40:41], 32)
+        batch.append([1, 4], 0, ids[41:], 32)
+        with torch.inference_mode():
+            hidden = model._hidden(batch, model.kv_store)[: len(ids)]
+        return hidden.clone(), [tensor.clone() for tensor in model.kv_store.tensors]
+
+    whole, kept = computed(None)
+    for read in ([], [99], [0, 40, 41, 99], [*range(30, 80)], [*range(100)]):
+        for tensor in model.kv_store.tensors:
+            tensor.zero_()
+        found, written = computed(read)
+        assert torch.equal(found[read], whole[read])
+        assert found.isfinite().all()
+        assert all(map(torch.equal, written, kept))
+
+
 def decoded_with_the_kv_of(prefill: HfModel, decode: HfModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the token behind `last_logits`' prompt, where it was computed and elsewhere."""
     for ours, theirs in zip(decode.kv_store.tensors, prefill.kv_store.tensors, strict=True):

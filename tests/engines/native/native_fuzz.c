@@ -622,6 +622,34 @@ free_adapter(lora_layer_t *adapter, const layer_t *layers)
     free(adapter);
 }
 
+/* Layers of a step of which some tokens are read, or none; they have the bits of `whole`, those of a step that is read. */
+static void
+compute_some(const step_t *whole_step, const layer_t *layers, const element *x, const element *whole,
+             const threads_t *threads)
+{
+    const int64_t tokens = whole_step->tokens, row = whole_step->hidden;
+    for (int64_t each = 2; each < 5; each++) {
+        step_t step = *whole_step;
+        element *found = malloc(tokens * row * sizeof *found);
+        int64_t count = 0;
+        for (int64_t i = 0; i < tokens; i++)
+            count += i % each == 1;
+        int64_t *read = malloc(count * sizeof *read), next = 0;
+        for (int64_t i = 0; i < tokens; i++)
+            if (i % each == 1)
+                read[next++] = i;
+        step.read = read, step.num_unread = tokens - count;
+        step.read_tiles = step.tiles, step.num_read_tiles = count ? step.num_tiles : 0;
+        memcpy(found, x, tokens * row * sizeof *found);
+        decoder_layers(&step, layers, MODEL_LAYERS, found, threads);
+        for (int64_t i = 0; i < count; i++)
+            if (memcmp(found + read[i] * row, whole + read[i] * row, row * sizeof *found))
+                abort();
+        free(found);
+        free(read);
+    }
+}
+
 /* Some tokens at the beginning of a sequence, on one page; without LoRA, or with that of two adapters. */
 static void
 fuzz_layers(void)
@@ -689,8 +717,13 @@ fuzz_layers(void)
                          .is_interleaved = (int32_t)below(2), .code_bytes = code_bytes,
                          .adapters = has_lora && num_adapted ? of_tokens : NULL, .adapted = adapted,
                          .num_adapted = num_adapted, .lora_width = lora_width};
+    element *partly = malloc(tokens * hidden * sizeof *partly);
+    memcpy(partly, x, tokens * hidden * sizeof *partly);
     decoder_layers(&step, layers, MODEL_LAYERS, x, &threads);
     add_to_digest(x, tokens * hidden);
+    if (!step.adapters)
+        compute_some(&step, layers, partly, x, &threads);
+    free(partly);
     if (step.adapters) {
         const int64_t columns = layers[0].query_proj->columns;
         element *alone = malloc(tokens * columns * sizeof *alone);

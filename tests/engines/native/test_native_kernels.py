@@ -26,6 +26,7 @@ from worker.engines.embedded.kv_cache import CodeRows, SequenceSlice
 from worker.engines.embedded.model import HfModel, load_model
 from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.native import libraries, paths
+from worker.engines.embedded.native.layers import DecoderLayer, DecoderLayers, Mlp, StepTensors
 from worker.engines.embedded.plan import Chunk, Plan, Request
 from worker.errors import StartupError
 from worker.sampling import SamplingParams
@@ -421,6 +422,42 @@ def test_a_row_that_is_no_number_spoils_what_attends_to_it(
     spoiled[70, 1] = True
     assert torch.equal(found.isnan(), spoiled[..., None].expand_as(found))
     assert torch.equal(found[~spoiled], expected[~spoiled])
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_keys_and_values_not_finite_are_seen_without_reading(dtype: torch.dtype, part: str) -> None:
+    """Of tokens whose last hidden states nobody reads: they are NaN then, and finite otherwise."""
+    generator, width, count, large = torch.Generator().manual_seed(0), 8, 5, 2
+    hidden = randn(dtype, generator, count, width)
+    hidden[large] *= 1e20
+    qkv = torch.cat(
+        [
+            randn(dtype, generator, width, width) * (1e30 if part == each else 1)
+            for each in ("queries", "keys", "values")
+        ]
+    )
+    output, *mlp = (packed(randn(dtype, generator, width, width)) for _ in range(4))
+    layer = DecoderLayer(
+        index=0,
+        norms=(None, None),
+        epsilon=1e-5,
+        head_norms=None,
+        scale=1.0,
+        window=0,
+        rope=None,
+        qkv=[packed(qkv.to(dtype))],
+        output=output,
+        mlp=Mlp(*mlp),
+    )
+    places = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+    angles, pages = hidden.new_zeros(1, count, width), [[hidden.new_zeros(1, 1, count, width)] for _ in range(2)]
+    tiles = native.Tiles([SequenceSlice([0], 0, count)], 1)
+    step = StepTensors(angles, angles, places, tiles, *pages, read=torch.empty(0, dtype=torch.int64))
+    found = hidden.clone()
+    DecoderLayers([layer], 1, 1, width).compute(found, step)
+    assert found.isnan().any(1).tolist() == [row == large for row in range(count)]
+    sound = [row for row in range(count) if row != large]
+    assert torch.equal(found[sound], hidden[sound])
 
 
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0], ids=["uniform", "nearly uniform", "sharp"])

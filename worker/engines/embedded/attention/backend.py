@@ -102,7 +102,10 @@ class AttentionStep(ABC):
 
     Attributes:
         tokens: Number of tokens in the step, T.
+        read_rows: Tokens whose last hidden states are read, rising, int64 ``[n]``; None for all.
     """
+
+    read_rows: torch.Tensor | None = None
 
     def __init__(self, store: KvStore, sequences: Sequence[SequenceSlice], slot_mapping: torch.Tensor) -> None:
         self.tokens = slot_mapping.shape[1]

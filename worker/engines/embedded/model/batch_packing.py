@@ -22,6 +22,7 @@ class Batch:
         sequences: The rows, each with its page table.
         new_pages: Pages that are written from their first slot on.
         adapted: First token, number of tokens and adapter of the rows that have a LoRA adapter.
+        read_rows: Tokens whose last hidden states are read, rising; None for all.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Batch:
     sequences: list[SequenceSlice] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
     adapted: list[tuple[int, int, LoadedAdapter]] = field(default_factory=list)
+    read_rows: list[int] | None = None
 
     def append(
         self,
@@ -59,7 +61,7 @@ class Batch:
 
 def pack(plan: Plan, page_size: int) -> Batch:
     """The batch of `plan`, for a KV store with `page_size` tokens per page."""
-    batch = Batch()
+    batch = Batch(read_rows=plan.logit_rows() if plan.chunks and not plan.scored else None)
     for request, tokens in plan.decode_tokens():
         batch.append(request.pages, len(request.tokens) - 1, tokens, page_size, request.adapter)
     for chunk in plan.chunks:

@@ -400,6 +400,7 @@ class HfModel:
         numbers = whole_numbers(batch.ids + batch.positions + batch.pages + batch.slots)
         tensors = upload(numbers.view(4, -1), self.device)
         step = self._attention.plan(store, batch.sequences, tensors[2:])
+        step.read_rows = None if batch.read_rows is None else upload_ids(batch.read_rows, self.device)
         padding = self._padding(len(batch.ids))
         ids, positions = functional.pad(tensors[:2], (0, padding)) if padding else tensors[:2]
         if not batch.adapted:

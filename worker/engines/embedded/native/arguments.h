@@ -195,7 +195,11 @@ typedef struct {
     FIELD(const lora_layer_t *const *, adapters) /* [tokens], as in `lora_t`; NULL if no token has one */              \
     FIELD(const int64_t *, adapted) /* [num_adapted], the tokens that have one, those of one adapter together */       \
     FIELD(int64_t, num_adapted)                                                                                        \
-    FIELD(int64_t, lora_width) /* of the widest input of the adapters */
+    FIELD(int64_t, lora_width) /* of the widest input of the adapters */                                               \
+    FIELD(int64_t, num_unread)   /* tokens whose last hidden states are not read */                                    \
+    FIELD(const int64_t *, read) /* [tokens - num_unread], rising: the others, if there are unread ones */             \
+    FIELD(const tile_t *, read_tiles) /* those that have a token of `read` */                                          \
+    FIELD(int64_t, num_read_tiles)
 
 /* Rows of a quantised weight. */
 #define UNPACKING(FIELD)                                                                                               \

@@ -119,7 +119,7 @@ class Tiles:
     Attributes:
         page_table: Pages of all rows, one row after another, int64.
         tiles: First token, number of tokens, position of the first in its sequence, and index into
-            `page_table` at which the row's pages begin, int64 ``[n, 4]``.
+            `page_table` at which the row's pages begin, int64 ``[n, 4]``, by rising token.
     """
 
     def __init__(self, sequences: Sequence[SequenceSlice], group: int) -> None:
@@ -134,6 +134,12 @@ class Tiles:
             pages += sequence.page_table
         self.page_table = whole_numbers(pages)
         self.tiles = whole_numbers(tiles).view(-1, 4)
+
+    def those_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The `tiles` that have one of these rising tokens, int64 ``[n]``."""
+        first = self.tiles[:, 0].contiguous()
+        before, through = torch.searchsorted(tokens, torch.stack((first, first + self.tiles[:, 1])))
+        return self.tiles[through > before]
 
 
 def attend(

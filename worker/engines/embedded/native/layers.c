@@ -12,6 +12,7 @@
 typedef struct {
     element *normed, *qkv, *part, *query, *attended, *gated;
     element *added; /* what attention or MLP adds, before it is added */
+    element *read;  /* hidden states of the tokens that are read, behind each other */
     float *sums;    /* of LoRA; NULL if no token has an adapter */
 } buffers_t;
 
@@ -153,19 +154,16 @@ compute_mlp(const step_t *s, const layer_t *l, int64_t number, const buffers_t *
     return 0;
 }
 
-/* A layer, by its number; `hidden` [tokens, hidden] is replaced. */
+/* The part of a layer behind attention, whose result is in `attended`. */
 static int32_t
-compute_layer(const step_t *s, const layer_t *l, int64_t number, const buffers_t *b, element *hidden,
-              const threads_t *threads)
+compute_behind_attention(const step_t *s, const layer_t *l, int64_t number, const buffers_t *b, element *hidden,
+                         const threads_t *threads)
 {
     const int32_t is_bfloat16 = sizeof(element) == 2, at_once = adds_at_once(l, l->attention_post_norm);
     lora_t lora;
     linear_t output = {b->attended, s->tokens, l->output_proj, hidden, at_once ? hidden : b->added,
                        at_once ? ADD : NOTHING, 0, is_bfloat16, OUTPUT_GEMM};
-    const element *input = normalised(s, hidden, l->input_norm, l->epsilon, b->normed, threads);
-    if (project(s, l, b, input, lora_of(s, b, number, QKV_INPUT, input, s->hidden, &lora, threads), threads))
-        return -1;
-    attend_qkv(s, l, b, threads);
+    const element *input;
     output.lora = lora_of(s, b, number, OUTPUT_INPUT, b->attended, s->heads * s->width, &lora, threads);
     if (apply(s, &output, threads))
         return -1;
@@ -178,6 +176,63 @@ compute_layer(const step_t *s, const layer_t *l, int64_t number, const buffers_t
         return -1;
     add_to_hidden(s, l, b, l->mlp_post_norm, hidden, threads);
     return 0;
+}
+
+/* Whether an element is NaN or infinite. */
+static int
+have_non_finite(const element *row, int64_t count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = 0;
+        memcpy(&bits, row + i, sizeof *row);
+        const uint32_t exponent = sizeof(element) == 2 ? 0x7f80 : 0x7f800000;
+        found |= (bits & exponent) == exponent;
+    }
+    return found;
+}
+
+/* Attention and what is behind it, of the tokens that are read. Of the others keys and values are written; their hidden
+ * states stay what they are before the layer, or become NaN where a key or a value is not finite.
+ */
+static int32_t
+compute_read_tokens(const step_t *s, const layer_t *l, int64_t number, const buffers_t *b, element *hidden,
+                    const threads_t *threads)
+{
+    const int64_t heads = s->heads * s->width, key_values = 2 * s->kv_heads * s->width;
+    const int64_t row = s->hidden * sizeof *hidden, num_read = s->tokens - s->num_unread;
+    step_t some = *s;
+    some.tiles = s->read_tiles, some.num_tiles = s->num_read_tiles;
+    attend_qkv(&some, l, b, threads);
+    for (int64_t token = 0, next = 0; token < s->tokens; token++) {
+        if (next < num_read && s->read[next] == token) {
+            memmove(b->attended + next * heads, b->attended + token * heads, heads * sizeof *hidden);
+            memcpy(b->read + next++ * s->hidden, hidden + token * s->hidden, row);
+        } else if (have_non_finite(b->qkv + token * (heads + key_values) + heads, key_values)) {
+            memset(hidden + token * s->hidden, 0xff, row);
+        }
+    }
+    some.tokens = num_read;
+    if (some.tokens && compute_behind_attention(&some, l, number, b, b->read, threads))
+        return -1;
+    for (int64_t next = 0; next < num_read; next++)
+        memcpy(hidden + s->read[next] * s->hidden, b->read + next * s->hidden, row);
+    return 0;
+}
+
+/* A layer, by its number; `hidden` [tokens, hidden] is replaced, of the last layer where it is read. */
+static int32_t
+compute_layer(const step_t *s, const layer_t *l, int64_t number, int is_last, const buffers_t *b, element *hidden,
+              const threads_t *threads)
+{
+    lora_t lora;
+    const element *input = normalised(s, hidden, l->input_norm, l->epsilon, b->normed, threads);
+    if (project(s, l, b, input, lora_of(s, b, number, QKV_INPUT, input, s->hidden, &lora, threads), threads))
+        return -1;
+    if (is_last && s->num_unread)
+        return compute_read_tokens(s, l, number, b, hidden, threads);
+    attend_qkv(s, l, b, threads);
+    return compute_behind_attention(s, l, number, b, hidden, threads);
 }
 
 typedef struct {
@@ -194,27 +249,29 @@ compute_layers(const threads_t *threads, void *argument)
 {
     all_layers_t *all = argument;
     for (int64_t i = 0; i < all->count && !all->failed; i++)
-        all->failed = compute_layer(all->step, all->layers + i, i, all->buffers, all->hidden, threads);
+        all->failed =
+            compute_layer(all->step, all->layers + i, i, i == all->count - 1, all->buffers, all->hidden, threads);
 }
 
 int32_t
 decoder_layers(const step_t *step, const layer_t *layers, int64_t count, element *hidden, const threads_t *threads)
 {
     const int64_t heads = step->heads * step->width, qkv = heads + 2 * step->kv_heads * step->width;
-    const int64_t widths[] = {step->hidden, qkv, qkv, heads, heads, step->inner,
-                              step->hidden};
-    enum { NUMBER = sizeof widths / sizeof *widths };
+    const int64_t sizes[] = {step->tokens * step->hidden, step->tokens * qkv,         step->tokens * qkv,
+                             step->tokens * heads,        step->tokens * heads,       step->tokens * step->inner,
+                             step->tokens * step->hidden, (step->tokens - step->num_unread) * step->hidden};
+    enum { NUMBER = sizeof sizes / sizeof *sizes };
     element *found[NUMBER], *memory;
     int64_t size = 0;
     for (int i = 0; i < NUMBER; i++)
-        size += (step->tokens * widths[i] + 63) / 64 * 64;
+        size += (sizes[i] + 63) / 64 * 64;
     memory = allocate(size * sizeof *memory);
     if (!memory)
         return -1;
     element *next = memory;
-    for (int i = 0; i < NUMBER; next += (step->tokens * widths[i++] + 63) / 64 * 64)
+    for (int i = 0; i < NUMBER; next += (sizes[i++] + 63) / 64 * 64)
         found[i] = next;
-    buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5], found[6], NULL};
+    buffers_t buffers = {found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], NULL};
     if (step->adapters && !(buffers.sums = malloc((step->tokens * step->lora_width + 1) * sizeof *buffers.sums))) {
         free(memory);
         return -1;

@@ -193,6 +193,8 @@ class StepTensors:
         keys: Pages of keys by layer, ``[pages, Hkv, page size, D or a row's codes and scale]``.
         values: Pages of values by layer, the same.
         adapted: Adapters of the step's tokens; None if no token has one.
+        read: Tokens whose hidden states behind the last layer are read, rising, int64 ``[n]``; None
+            for all.
     """
 
     cosine: torch.Tensor
@@ -202,6 +204,7 @@ class StepTensors:
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
     adapted: AdaptedRows | None = None
+    read: torch.Tensor | None = None
 
 
 class DecoderLayers:
@@ -247,7 +250,8 @@ class DecoderLayers:
             self._quantised = ctypes.cast(quantised_kernel(quantised[0].rounds_to), ctypes.c_void_p)
 
     def compute(self, hidden: torch.Tensor, step: StepTensors) -> None:
-        """Replace hidden states ``[T, hidden]`` by those behind the last layer.
+        """Replace hidden states ``[T, hidden]`` by those behind the last layer, or, of tokens that
+        are not in ``step.read``, by others that are finite if they and their keys and values are.
 
         Raises:
             MemoryError: there is no memory for what lies between the layers.
@@ -284,6 +288,10 @@ class DecoderLayers:
             is_interleaved=self._is_interleaved,
             code_bytes=self._code_bytes,
         )
+        if step.read is not None:
+            read_tiles = tiles.those_of(step.read)
+            arguments.read, arguments.num_unread = step.read.data_ptr(), len(hidden) - len(step.read)
+            arguments.read_tiles, arguments.num_read_tiles = read_tiles.data_ptr(), len(read_tiles)
         if step.adapted is not None:
             assert step.adapted.num_layers == len(self.layers), "an adapter of another model"
             arguments.adapters = step.adapted.adapters.data_ptr()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = 27
+_VERSION = 28
 """Version of what arguments mean: ``kernels_version`` in ``linear.c``."""
 
 FOLDER = Path(__file__).parent

@@ -56,7 +56,7 @@ compute_panels(const void *arguments, int64_t first, int64_t stop)
 int32_t
 kernels_version(void)
 {
-    return 27;
+    return 28;
 }
 
 /* Lets OpenMP compute with one thread for this one, torch's operations in it too if torch has the same OpenMP. */
