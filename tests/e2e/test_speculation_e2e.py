@@ -53,7 +53,11 @@ def test_drafts_change_no_answer_and_are_counted(stack: Stack) -> None:
     asked = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "receipt": True, "ignore_eos": True}
     plain = chat(stack, **asked, speculation=False)
     for prediction in (plain.content, plain.content[:20], PROMPT):
-        assert seen(chat(stack, **asked, prediction=prediction)) == seen(plain)
+        answer = chat(stack, **asked, prediction=prediction)
+        assert seen(answer) == seen(plain)
+        counted = answer.events[-1]["usage"]["completion_tokens_details"]
+        assert counted["accepted_prediction_tokens"] + counted["rejected_prediction_tokens"] > 0
+        assert (counted["accepted_prediction_tokens"] > 0) == (prediction != PROMPT)
     for proposer in ("ngram", "chain", "prediction"):
         proposed, accepted = drafted(worker, proposer)
         assert proposed >= accepted > 0

@@ -76,6 +76,37 @@ def test_thinking_is_counted_however_it_comes(ids: list[int], cuts: list[int], r
     assert building.usage()["completion_tokens"] == len(ids)
 
 
+@given(
+    st.lists(st.integers(4, 8), max_size=9),
+    st.lists(st.integers(4, 8), min_size=1, max_size=9),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.integers(0, 9),
+)
+def test_tokens_of_a_prediction_are_counted_however_they_come(
+    ids: list[int], prediction: list[int], cuts: list[int], replayed: int
+) -> None:
+    """In chunks, and after a migration; the counts are those of whole and edited predictions."""
+    made = replace(request(), generated_token_ids=ids[:replayed])
+    building = ResponseBuilder(made, frozenset(), prediction=prediction)
+    places = sorted({min(len(ids), max(replayed, cut)) for cut in cuts} | {min(replayed, len(ids))})
+    for begin, end in pairwise([*places, len(ids)]):
+        building.chunk(TokenDelta(ids[begin:end]))
+    details = building.usage()["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    common = next((i for i, (one, other) in enumerate(zip(ids, prediction, strict=False)) if one != other), None)
+    shortest = min(len(ids), len(prediction))
+    assert (shortest if common is None else common) <= accepted <= len(ids)
+    assert rejected == max(0, len(prediction) - accepted)
+
+
+def test_tokens_of_a_prediction_go_on_behind_an_edit() -> None:
+    building = ResponseBuilder(request(), frozenset(), prediction=[10, 11, 12, 13, 14, 15])
+    building.chunk(TokenDelta([10, 11, 99, 13]))
+    last = building.chunk(TokenDelta([14, 15], finish_reason="length"))
+    details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 3}  # 13 and 14 find the place
+    assert last["completion_usage"]["completion_tokens_details"] == details
+
+
 def test_logprobs_are_the_chosen_tokens_and_the_best_by_rank() -> None:
     delta = TokenDelta([7], logprobs=[[TokenLogprob(7, -3.0, 3), TokenLogprob(1, -0.5, 1), TokenLogprob(2, -1.0, 2)]])
     chunk = builder(request(logprobs=2)).chunk(delta)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from adapters.vocabulary import ReasoningTokens
 from worker.engines import TokenDelta, TokenLogprob
+from worker.engines.prediction import FollowedPrediction
 from worker.engines.weights import ABORTED
 from worker.errors import RequestAborted, RequestFailed
 from worker.requests.continuation import COMPUTED_WITH
@@ -42,11 +44,13 @@ class ResponseBuilder:
         token_text: TokenText | None = None,
         weights: TokenWeights | None = None,
         reasoning: ReasoningTokens | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         """``hidden`` are the stop tokens that end the answer without being part of it; ``receipt``
         is the request's, None if it wants none; ``token_text`` are the texts of tokens, for
         log probabilities of the prompt; ``weights`` take the versions of its tokens; ``reasoning``
-        counts the thinking, None if the model has no tags for it.
+        counts the thinking, None if the model has no tags for it; ``prediction`` are the tokens of
+        the text that the request says its answer will mostly be.
         """
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = self.num_replayed_tokens = len(request.generated_token_ids)
@@ -61,6 +65,8 @@ class ResponseBuilder:
         self._reasoning = reasoning
         if reasoning is not None:
             reasoning.feed(request.generated_token_ids)
+        self._prediction = FollowedPrediction(prediction) if prediction else None
+        self._answer = list(request.generated_token_ids) if prediction else []
         self._scores: dict[str, Any] = {}
         self._adapter = request.beside_model
         self._tells_digests = COMPUTED_WITH in request.annotations
@@ -94,6 +100,8 @@ class ResponseBuilder:
             _add_logprobs(chunk, delta.logprobs[:shown], self._logprobs)
         if self._reasoning is not None:
             self._reasoning.feed(chunk["token_ids"])
+        if self._prediction is not None:
+            self._answer += chunk["token_ids"]
         data = self._data(delta, shown)
         if delta.weights or (self.weights.entries and delta.finish_reason is not None):
             hidden = len(delta.sampled_ids) - shown if self._rollout.is_wanted else 0  # an end token
@@ -117,8 +125,13 @@ class ResponseBuilder:
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
-        if self._reasoning is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning.count}
+        details = {} if self._reasoning is None else {"reasoning_tokens": self._reasoning.count}
+        if self._prediction is not None:
+            accepted = self._prediction.follow(self._answer).foreseen
+            rejected = max(0, len(self._prediction.tokens) - accepted)
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
     def _data(self, delta: TokenDelta, shown: int) -> dict[str, Any]:

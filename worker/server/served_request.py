@@ -132,7 +132,8 @@ class ServedRequest:
         binds_all = engine_request.chain is not None and engine_request.chain.observes_logits
         self._sampled_from = TokenWeights(binds_all=binds_all)
         weights = TokenWeights(binds_all=binds_all)
-        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary), weights, reasoning)
+        prediction = engine_request.hints.prediction
+        builder = ResponseBuilder(request, hidden, receipt, token_text(vocabulary), weights, reasoning, prediction)
         if isinstance(engine_request.kv, ReadKv):
             builder.num_cached_tokens = min(engine_request.kv.num_cached_tokens, builder.num_prompt_tokens)
         self.entry.builder = builder
