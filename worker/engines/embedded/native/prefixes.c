@@ -120,7 +120,7 @@ lowest_weighed(const float *keys, const int64_t *weights, int64_t count)
 {
     float lowest = INFINITY;
     for (int64_t i = 0; i < count; i++)
-        lowest = (weights[i] > 0) & (keys[i] < lowest) ? keys[i] : lowest;
+        lowest = ((weights[i] > 0) & (keys[i] < lowest)) ? keys[i] : lowest;
     return lowest;
 }
 
