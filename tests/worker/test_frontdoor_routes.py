@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from ipaddress import IPv6Address
 import string
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,16 @@ async def test_metrics_say_where_the_workers_series_are() -> None:
         assert line.startswith("# ")
         assert "dlw_" in line
         assert "--worker-metrics" in line
+
+
+@given(st.ip_addresses(v=6), st.ip_addresses(v=6))
+def test_a_public_network_of_64_bits_is_one_client(one: IPv6Address, other: IPv6Address) -> None:
+    """As addresses of one subscriber are; private ones, as those of pods, are clients each."""
+    neighbour = IPv6Address(int(one) & ~(2**64 - 1) | int(other) & 2**64 - 1)
+    labels = {label_of(b"", str(each).encode()) for each in (one, neighbour)}
+    is_public = all(each.is_global and each.ipv4_mapped is None for each in (one, neighbour))
+    assert len(labels) == (1 if is_public or one == neighbour else 2)
+    assert label_of(b"", str(IPv6Address(int(one) ^ 1 << 64)).encode()) not in labels
 
 
 async def test_a_request_says_whose_it_is() -> None:

@@ -102,6 +102,17 @@ class Keys:
         return key if key in self._known else b""
 
 
+def _subscriber(peer: bytes) -> bytes:
+    """The network of a public IPv6 address, of which a subscriber has a /64 at least; else `peer`."""
+    try:
+        address = ipaddress.ip_address(peer.decode("latin-1"))
+    except ValueError:
+        return peer
+    if address.version == 6 and address.is_global and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address.packed, 64), strict=False)).encode()
+    return peer
+
+
 @lru_cache(1024)
 def label_of(key: bytes, peer: bytes) -> bytes:
     """The label of a client before the workers: it does not show its key, and is the same at
@@ -111,5 +122,5 @@ def label_of(key: bytes, peer: bytes) -> bytes:
         key: API key of the client, empty without one.
         peer: Address, or the value of a trusted proxy's header; it counts without a key.
     """
-    whom = b"key " + key if key else b"peer " + peer
+    whom = b"key " + key if key else b"peer " + _subscriber(peer)
     return hashlib.sha256(b"front door client: " + whom).hexdigest()[:LABEL_CHARACTERS].encode()
