@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from ipaddress import IPv6Address
 import string
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote

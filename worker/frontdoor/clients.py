@@ -103,7 +103,7 @@ class Keys:
 
 
 def _subscriber(peer: bytes) -> bytes:
-    """The network of a public IPv6 address, of which a subscriber has a /64 at least; else `peer`."""
+    """The /64 of a public IPv6 address, of which a subscriber has one at least; else `peer`."""
     try:
         address = ipaddress.ip_address(peer.decode("latin-1"))
     except ValueError:
