@@ -638,7 +638,15 @@ compute_some(const step_t *whole_step, const layer_t *layers, const element *x, 
         for (int64_t i = 0; i < tokens; i++)
             if (i % each == 1)
                 read[next++] = i;
+        const lora_layer_t **adapters = malloc(count * sizeof *adapters);
+        int64_t *adapted = malloc(count * sizeof *adapted);
+        for (int64_t i = 0; i < count && step.adapters; i++)
+            adapters[i] = step.adapters[read[i]];
+        for (int64_t i = 0; i < step.num_adapted; i++)
+            if (step.adapted[i] % each == 1)
+                adapted[step.num_read_adapted++] = step.adapted[i] / each;
         step.read = read, step.num_unread = tokens - count;
+        step.read_adapters = step.adapters ? adapters : NULL, step.read_adapted = adapted;
         step.read_tiles = step.tiles, step.num_read_tiles = count ? step.num_tiles : 0;
         memcpy(found, x, tokens * row * sizeof *found);
         decoder_layers(&step, layers, MODEL_LAYERS, found, threads);
@@ -647,6 +655,8 @@ compute_some(const step_t *whole_step, const layer_t *layers, const element *x, 
                 abort();
         free(found);
         free(read);
+        free(adapters);
+        free(adapted);
     }
 }
 
@@ -721,8 +731,7 @@ fuzz_layers(void)
     memcpy(partly, x, tokens * hidden * sizeof *partly);
     decoder_layers(&step, layers, MODEL_LAYERS, x, &threads);
     add_to_digest(x, tokens * hidden);
-    if (!step.adapters)
-        compute_some(&step, layers, partly, x, &threads);
+    compute_some(&step, layers, partly, x, &threads);
     free(partly);
     if (step.adapters) {
         const int64_t columns = layers[0].query_proj->columns;

@@ -75,8 +75,8 @@ class NativeStep(AttentionStep):
     ) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` behind all layers, in place of those before the first."""
         store, tiles = self._store, self._tiles_of(layers.group)
-        read = None if adapted is not None else self.read_rows
-        shared = StepTensors(rope.cosine, rope.sine, self._slot_mapping, tiles, store.keys, store.values, adapted, read)
+        pages = store.keys, store.values
+        shared = StepTensors(rope.cosine, rope.sine, self._slot_mapping, tiles, *pages, adapted, self.read_rows)
         layers.compute(hidden, shared)
         return hidden
 

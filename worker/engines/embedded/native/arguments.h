@@ -199,7 +199,10 @@ typedef struct {
     FIELD(int64_t, num_unread)   /* tokens whose last hidden states are not read */                                    \
     FIELD(const int64_t *, read) /* [tokens - num_unread], rising: the others, if there are unread ones */             \
     FIELD(const tile_t *, read_tiles) /* those that have a token of `read` */                                          \
-    FIELD(int64_t, num_read_tiles)
+    FIELD(int64_t, num_read_tiles)                                                                                     \
+    FIELD(const lora_layer_t *const *, read_adapters) /* [tokens - num_unread], as `adapters` */                       \
+    FIELD(const int64_t *, read_adapted)              /* [num_read_adapted], as `adapted`, numbers of `read` tokens */ \
+    FIELD(int64_t, num_read_adapted)
 
 /* Rows of a quantised weight. */
 #define UNPACKING(FIELD)                                                                                               \

@@ -213,6 +213,7 @@ compute_read_tokens(const step_t *s, const layer_t *l, int64_t number, const buf
         }
     }
     some.tokens = num_read;
+    some.adapters = s->read_adapters, some.adapted = s->read_adapted, some.num_adapted = s->num_read_adapted;
     if (some.tokens && compute_behind_attention(&some, l, number, b, b->read, threads))
         return -1;
     for (int64_t next = 0; next < num_read; next++)

@@ -298,5 +298,10 @@ class DecoderLayers:
             arguments.adapted = step.adapted.rows.data_ptr()
             arguments.num_adapted = len(step.adapted.rows)
             arguments.lora_width = step.adapted.width
+        if step.adapted is not None and step.read is not None:
+            read_adapted = step.adapted.those_of(step.read)
+            arguments.read_adapters = read_adapted.adapters.data_ptr()
+            arguments.read_adapted = read_adapted.rows.data_ptr()
+            arguments.num_read_adapted = len(read_adapted.rows)
         if kernels.decoder_layers(arguments, self._in_c, len(self.layers), hidden.data_ptr(), kernels.threads()):
             raise MemoryError(f"no memory for {len(hidden)} rows of {hidden.shape[1]} elements")

@@ -8,6 +8,7 @@ GEMM whose epilogue adds it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -277,3 +278,11 @@ class AdaptedRows:
         self.rows = torch.tensor([row for rows in by_adapter.values() for row in rows], dtype=torch.int64)
         self.width = max(adapter.width for _, _, adapter in runs)
         (self.num_layers,) = {adapter.num_layers for _, _, adapter in runs}
+
+    def those_of(self, rows: torch.Tensor) -> AdaptedRows:
+        """The adapters of some rows, int64 ``[n]``, as of a step that has no others."""
+        some, numbers = copy(self), torch.full_like(self.adapters, -1)
+        numbers[rows] = torch.arange(len(rows))
+        some.adapters, some.rows = self.adapters[rows], numbers[self.rows]
+        some.rows = some.rows[some.rows >= 0]
+        return some
