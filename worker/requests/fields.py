@@ -187,6 +187,12 @@ _STRICT_JSON = decoder()
 _GUIDES = ("json", "regex", "choice", "grammar", "structural_tag")
 _GUIDE_OPTIONS = ("backend", "whitespace_pattern")
 
+GUIDE_BACKENDS = ("auto", "guidance", "llguidance")
+"""Names of the library that compiles guides."""
+
+OTHER_BACKEND = "this worker decodes grammars with llguidance"
+"""Refusal of another one."""
+
 
 def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
     """The guide that the answer must match: one kind, or none; checked further when compiled."""
@@ -198,8 +204,8 @@ def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
             raise InvalidRequest(f"{path}.{shown(name).strip(chr(39))}", "unknown field")
     if not given:
         return None
-    if given.pop("backend", "llguidance") not in ("llguidance", "guidance", "auto"):
-        raise InvalidRequest(f"{path}.backend", "this worker decodes grammars with llguidance")
+    if given.pop("backend", "auto") not in GUIDE_BACKENDS:
+        raise InvalidRequest(f"{path}.backend", OTHER_BACKEND)
     if given.pop("whitespace_pattern", None) is not None:
         raise InvalidRequest(f"{path}.whitespace_pattern", f"is not supported; give a guide: {', '.join(_GUIDES)}")
     if len(given) != 1:
