@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -22,6 +20,7 @@ from adapters.catalog import SelectionError, parse_selection
 from adapters.strict_json import has_half_a_pair
 from adapters.whole_files import write_whole
 from worker.arguments import Arguments, StrictParser, parse_arguments
+from worker.arguments.json_text import json_object
 from worker.errors import ConfigurationError, ServingError, one_line
 from worker.inspect.page import page
 from worker.inspect.recording import InspectedRequest, Recording, inspected_request, record
@@ -174,7 +173,7 @@ async def _recorded(model: LoadedModel, request: InspectedRequest, top: int) -> 
 
 def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[InspectedRequest]:
     """The answer to a prompt, and the one that it is compared with."""
-    prompt, sampling = _prompt(options, model), _object(options.sampling, "--sampling")
+    prompt, sampling = _prompt(options, model), json_object(options.sampling, "--sampling")
     if "seed" in sampling:
         raise ConfigurationError("--sampling: seed: give it as --seed")
     processors = _selection_text(options.processors or "[]")
@@ -238,16 +237,6 @@ def _seed_of(text: str) -> int:
 def _selection_text(text: str) -> str:
     """A selection as requests have it; a list stands for its processors."""
     return '{"version":1,"processors":' + text + "}" if text.lstrip().startswith("[") else text
-
-
-def _object(text: str, option: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{option}: is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigurationError(f"{option}: expected a JSON object, got {text[:60]!r}")
-    return data
 
 
 def _write(options: argparse.Namespace, shown: Shown) -> None:
