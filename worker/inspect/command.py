@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,14 +177,11 @@ def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[In
     if "seed" in sampling:
         raise ConfigurationError("--sampling: seed: give it as --seed")
     processors = _selection_text(options.processors or "[]")
-    first = inspected_request(model, prompt, sampling, processors, options.seed, options.max_tokens)
-    if options.compare is None:
-        return [first]
-    if _is_seed(options.compare):
-        return [first, first.with_seed(COMPARED, _seed_of(options.compare))]
-    other = _selection_text(options.compare)
-    second = inspected_request(model, prompt, sampling, other, options.seed, options.max_tokens)
-    return [first, replace(second, name=COMPARED)]
+
+    def selecting(selection: str) -> InspectedRequest:
+        return inspected_request(model, prompt, sampling, selection, options.seed, options.max_tokens)
+
+    return _with_compared(options, selecting(processors), selecting)
 
 
 def _prompt(options: argparse.Namespace, model: LoadedModel) -> list[int]:
@@ -211,25 +208,28 @@ def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded:
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
     number, asked = recorded.receipt.generated_tokens, recorded.request
     first = InspectedRequest("A", prompt, recorded.params, selection, number, asked.choice, asked.hidden_end_ids)
-    if options.compare is None:
+
+    def selecting(selection: str) -> InspectedRequest:
+        try:
+            other = model.chains.builder.select(parse_selection(selection), first.params, served=True)
+        except SelectionError as error:
+            raise ConfigurationError(f"--compare: {error}") from None
+        return replace(first, selection=other)
+
+    return _with_compared(options, first, selecting)
+
+
+def _with_compared(
+    options: argparse.Namespace, first: InspectedRequest, selecting: Callable[[str], InspectedRequest]
+) -> list[InspectedRequest]:
+    """A request, and what ``--compare`` asks for: it with another seed, or another selection."""
+    text = options.compare
+    if text is None:
         return [first]
-    if _is_seed(options.compare):
-        return [first, first.with_seed(COMPARED, _seed_of(options.compare))]
+    if not text.strip().isdecimal():
+        return [first, replace(selecting(_selection_text(text)), name=COMPARED)]
     try:
-        named = parse_selection(_selection_text(options.compare))
-        other = model.chains.builder.select(named, first.params, served=True)
-    except SelectionError as error:
-        raise ConfigurationError(f"--compare: {error}") from None
-    return [first, replace(first, name=COMPARED, selection=other)]
-
-
-def _is_seed(text: str) -> bool:
-    return text.strip().isdecimal()
-
-
-def _seed_of(text: str) -> int:
-    try:
-        return _seed(text.strip())
+        return [first, first.with_seed(COMPARED, _seed(text.strip()))]
     except argparse.ArgumentTypeError as error:
         raise ConfigurationError(f"--compare: {error}") from None
 
