@@ -282,8 +282,8 @@ def _honoured(path: str, parse: Parser, why: str, target: str | None = None) -> 
     return Field(path, "honoured", why, parse, target or path.rpartition(".")[2])
 
 
-def _frontend(path: str, why: str, parse: Parser | None = None) -> Field:
-    return Field(path, "frontend", why, parse)
+def _text_switch(name: str) -> Field:
+    return Field(f"output_options.{name}", "frontend", "The frontend makes the text.", boolean)
 
 
 def _no_effect(path: str, why: str) -> Field:
@@ -344,9 +344,9 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "engine_data has the ids of the prompt, and of the answer with the end token that it does not show.",
         "returns_token_ids",
     ),
-    _frontend("output_options.skip_special_tokens", "The frontend makes the text.", boolean),
-    _frontend("output_options.return_tokens_as_token_ids", "The frontend makes the text.", boolean),
-    _frontend("output_options.no_stop_trim", "The frontend makes the text.", boolean),
+    _text_switch("skip_special_tokens"),
+    _text_switch("return_tokens_as_token_ids"),
+    _text_switch("no_stop_trim"),
     _no_effect("output_options.formatted_prompt", "The frontend reports the prompt that it made."),
     _honoured(
         "eos_token_ids",
