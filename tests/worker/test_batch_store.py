@@ -20,7 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from worker.errors import StartupError
 from worker.frontdoor.batches import stored_batches
 from worker.frontdoor.batches.objects import INPUT, Result, StoredBatch, StoredFile, TokenCounts
-from worker.frontdoor.batches.requests import new_batch
+from worker.frontdoor.batches.requests import Listing, new_batch
 from worker.frontdoor.batches.store import Store
 from worker.frontdoor.batches.stored_batches import KEPT_S, MOST_UNFINISHED
 from worker.frontdoor.errors import Refused
@@ -28,6 +28,7 @@ from worker.frontdoor.errors import Refused
 CAPACITY = 40_000
 TOKENS = TokenCounts(input_tokens=7, cached_tokens=4, output_tokens=5, reasoning_tokens=2)
 OWNERS = st.sampled_from(["owner-a", "owner-b"])
+NEWEST = Listing(after=None, limit=100, descending=True, purpose=None)
 CHAT = "/v1/chat/completions"
 
 
@@ -190,14 +191,14 @@ class StoreMachine(RuleBasedStateMachine):
             found: list[str] = []
             for _ in range(len(expected) + 1):
                 page = self.store.files.page(
-                    owner, after=found[-1] if found else None, limit=2, descending=False, purpose=None
+                    owner, Listing(after=found[-1] if found else None, limit=2, descending=False, purpose=None)
                 )
                 found += [each.id for each in page.items]
                 if not page.has_more:
                     break
             assert found == expected
             batches = [each for each in self.known.values() if each.owner == owner]
-            assert self.store.batches.page(owner, after=None, limit=100).items[::-1] == batches
+            assert self.store.batches.page(owner, NEWEST).items[::-1] == batches
 
     @invariant()
     def results_are_those_of_the_model(self) -> None:
@@ -372,9 +373,7 @@ def test_a_failed_end_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(OSError, match="full"):
             store.finish(batch, "completed", answers=incoming(store, b"y"), errors=None, num_unanswered=0)
     assert store.batches.get(OWNER, batch.id).status == "finalizing"
-    assert [each.id for each in store.files.page(OWNER, after=None, limit=9, descending=True, purpose=None).items] == [
-        file.id
-    ]
+    assert [each.id for each in store.files.page(OWNER, NEWEST).items] == [file.id]
     assert {path.name for path in (tmp_path / "files").iterdir()} == {file.id, "incoming"}
     done = store.finish(batch, "completed", answers=incoming(store, b"y"), errors=None, num_unanswered=0)
     assert done is not None
@@ -449,7 +448,7 @@ def test_on_a_full_disk_files_can_be_deleted(tmp_path: Path) -> None:
         store.files.delete_expired()
         (tmp_path / "aside").rename(store.files.path(mine.id))
         store.files.delete(OWNER, mine.id)
-        left = store.files.page(OWNER, after=None, limit=9, descending=False, purpose=None).items
+        left = store.files.page(OWNER, Listing(after=None, limit=9, descending=False, purpose=None)).items
         assert [each.id for each in left] == [kept.id, used.id]
         assert {each.name for each in store.files.path(kept.id).parent.iterdir()} == {"incoming", kept.id, used.id}
         assert store.batches.get(OWNER, batch.id).input_file_id == used.id
@@ -481,7 +480,7 @@ def test_batches_that_ended_do_not_fill_the_disk(tmp_path: Path, monkeypatch: py
     for _ in range(8):
         begun.append(begin(store, OWNER, files[OWNER].id))
         store.begin(begun[-1].id, 0, None, errors="[]")
-    found = [each.id for each in store.batches.page(OWNER, after=None, limit=100).items]
+    found = [each.id for each in store.batches.page(OWNER, NEWEST).items]
     assert found == [each.id for each in begun[:-4:-1]] + [unfinished.id]
     assert store.batches.get("owner-b", other.id).status == "validating"
     store.close()
@@ -514,13 +513,13 @@ def test_pages_join_to_the_whole_list(tmp_path: Path) -> None:
         found: list[str] = []
         while True:
             page = store.files.page(
-                OWNER, after=found[-1] if found else None, limit=limit, descending=descending, purpose=INPUT
+                OWNER, Listing(after=found[-1] if found else None, limit=limit, descending=descending, purpose=INPUT)
             )
             found += [each.id for each in page.items]
             if not page.has_more:
                 break
         assert found == (ids[::-1] if descending else ids)
-    assert store.files.page(OWNER, after=None, limit=9, descending=True, purpose="batch_output").items == []
+    assert store.files.page(OWNER, Listing(after=None, limit=9, descending=True, purpose="batch_output")).items == []
     with pytest.raises(Refused, match="after"):
-        store.files.page("owner-b", after=ids[0], limit=9, descending=True, purpose=None)
+        store.files.page("owner-b", Listing(after=ids[0], limit=9, descending=True, purpose=None))
     store.close()

@@ -102,6 +102,29 @@ async def test_an_error_that_does_not_come_again_goes_on(end: bytes) -> None:
     assert json.loads(last[6:])["error"]["message"] == "Internal server error"
 
 
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}], ids=["passed_on", "read"])
+@pytest.mark.parametrize(
+    ("comment", "status", "message"),
+    [
+        ('"a worker died"', 500, "a worker died"),
+        ("a worker died", 500, "a worker died"),
+        ('"{\\"message\\":\\"the queue is full\\",\\"code\\":529}"', 529, "the queue is full"),
+    ],
+)
+async def test_an_event_that_is_an_error_is_read_alike(
+    fields: dict[str, Any], comment: str, status: int, message: str
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        event = f"event: error\n: {comment}\n\n".encode()
+        writer.write(STREAM_HEAD + chunked(event) + chunked(DONE) + b"0\r\n\r\n")
+        await writer.drain()
+
+    async with house(answer) as at:
+        head, _, body = (await at.ask(asks("/v1/chat/completions", **fields))).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["error"]["message"] == message
+
+
 async def test_an_old_client_and_a_large_body_get_the_frontends_event() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD + chunked(token("a")) + chunked(NAMELESS) + chunked(DONE) + b"0\r\n\r\n")

@@ -542,8 +542,9 @@ REFUSED: list[tuple[list[str], str]] = [
         'logits_processors.processors[0].name: unknown logits processor "nobody"',
     ),
     (["--processors", "[1]"], "logits_processors.processors[0]: expected an object, got 1"),
-    (["--sampling", "[1]"], "--sampling: expected a JSON object, got '[1]'"),
+    (["--sampling", "[1]"], "--sampling: must be a JSON object, got '[1]'"),
     (["--sampling", "[" * 100_000], "--sampling: is not JSON: "),
+    (["--sampling", '{"top_k": 2, "top_k": 3}'], '--sampling: is not JSON: the key "top_k" occurs twice'),
     (["--sampling", '{"heat": 2}'], "sampling_options.heat"),
     (["--sampling", '{"seed": 7}'], "--sampling: seed: give it as --seed"),
     (["--prompt", "\udcff"], "--prompt: is not UTF-8"),  # as Python reads such a byte of a command line

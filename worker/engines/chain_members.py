@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from adapters.chain import ProcessorChain
-from adapters.contract import Processor
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.contract import Context, Processor
+from adapters.processors.seeded_sampler import SeededSampler
 from adapters.trtllm.native_controls import EmbeddingBias, ThirdPartyCallable
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
+from worker.sampling.field_processors import empty_chain, with_field_processors
 
 
 def begin(chain: ProcessorChain, request: EngineRequest) -> None:
@@ -46,6 +49,41 @@ def resume(chain: ProcessorChain, request: EngineRequest, library: str) -> None:
         raise InvalidRequest("sampling_params.logits_processor", problem)
     if chain.receipt.mode != "migrated" or chain.tokens != request.token_ids:
         chain.start(request.prompt_token_ids, request.generated_token_ids, mode="migrated")
+
+
+def library_chain(
+    request: EngineRequest,
+    params: SamplingParams,
+    context: Context,
+    number: int,
+    library: str,
+    *,
+    by_sampler: Collection[str],
+    late: bool,
+    sampler: SeededSampler | None,
+) -> tuple[SamplingParams, ProcessorChain | None]:
+    """The parameters that are left to a ``library``, and the chain with everything else, which
+    stands behind the answer so far; ``sampler``, if any, is its last member and takes the token.
+
+    See `other_members` for ``number``, `with_field_processors` for ``by_sampler`` and ``late``.
+
+    Raises:
+        InvalidRequest: a processor, or a field that runs as one, cannot be served.
+    """
+    prompt = list(request.prompt_token_ids)
+    try:
+        extra = other_members(params, number, context.vocabulary.size)
+        params, chain = with_field_processors(
+            params, request.chain, prompt, context, extra, by_sampler=by_sampler, late=late
+        )
+        if sampler is not None:
+            chain = chain or empty_chain(context, prompt)
+            chain.add([sampler], last=True)
+        if chain is not None and request.generated_token_ids:
+            resume(chain, request, library)
+    except ProcessorFailed as error:
+        raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
+    return params, chain
 
 
 def other_members(params: SamplingParams, number: int, vocab_size: int) -> list[Processor]:

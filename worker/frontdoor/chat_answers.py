@@ -6,7 +6,6 @@ All other chats are forwarded byte for byte.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +15,7 @@ from worker.frontdoor.chat_stream import assembled, chat
 from worker.frontdoor.completions.chat_scores import scored_request, with_scores
 from worker.frontdoor.completions.prompt_answer import Chunk
 from worker.frontdoor.errors import Refused
-from worker.frontdoor.exchange import DONE, Exchange, error_event, server_sent
+from worker.frontdoor.exchange import DONE, Exchange, annotation_event, error_event, server_sent
 from worker.frontdoor.returned_tokens import Returned, ReturnedData
 
 
@@ -59,7 +58,7 @@ async def _stream(
         async for chunk in chunks:
             if not exchange.has_begun:
                 for name, value in annotations.items():
-                    await exchange.send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
+                    await exchange.send(annotation_event(name, value))
             if not with_usage:
                 if not chunk.get("choices"):
                     continue

@@ -13,6 +13,7 @@ from worker.frontdoor.choice_merge import ChoiceMerge
 from worker.frontdoor.choice_requests import ChoiceRequests
 from worker.frontdoor.errors import Refused, no_answer, unreachable
 from worker.frontdoor.frontend_errors import error_of
+from worker.frontdoor.stream_events import StreamEvent
 from worker.frontdoor.upstreams import Upstreams
 
 MAX_EVENT = 64 * 2**20
@@ -20,8 +21,6 @@ MAX_EVENT = 64 * 2**20
 
 MAX_AHEAD = 256
 """Chunks that wait for their reader before the frontends are read no further."""
-
-_DATA = b"data:"
 
 
 class Chunks:
@@ -127,28 +126,19 @@ class Chunks:
             self._requests.abort()
             self._news.set()
 
-    def _take(self, index: int, event: bytes) -> None:
+    def _take(self, index: int, text: bytes) -> None:
         """Take one event."""
-        lines = event.split(b"\n")
-        name = next((line[6:].strip().decode() for line in lines if line.startswith(b"event:")), "")
-        data = b"\n".join(line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA))
+        event = StreamEvent.of(text)
         try:
-            if name and not data:
-                self._take_annotation(name, lines)
-            elif data and data != b"[DONE]":
-                self._take_chunk(index, json.loads(data))
+            if (error := event.named_error) is not None:
+                self._fail(error)
+            elif event.name and not event.data:
+                self.annotations[event.name] = json.loads(event.comment)
+                self._news.set()
+            elif event.data and event.data != b"[DONE]":
+                self._take_chunk(index, json.loads(event.data))
         except (ValueError, KeyError, TypeError, AttributeError):
             self._fail(no_answer("an event is not in OpenAI's form"))
-
-    def _take_annotation(self, name: str, lines: Sequence[bytes]) -> None:
-        """Dynamo writes an annotation's value as a comment with JSON, which may hold JSON."""
-        comment = b"\n".join(line[1:].strip() for line in lines if line.startswith(b":"))
-        value = json.loads(comment)
-        if name == "error":
-            self._fail(error_of(500, comment))
-        else:
-            self.annotations[name] = value
-            self._news.set()
 
     def _take_chunk(self, index: int, chunk: dict[str, Any]) -> None:
         if "error" in chunk and "choices" not in chunk:

@@ -8,6 +8,7 @@ translated, or is answered by the front door itself, has a handler: a coroutine 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -275,6 +276,11 @@ def server_sent(content: Any, name: str | None = None) -> bytes:
     """
     line = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (line, encoded(content))
+
+
+def annotation_event(name: str, value: Any) -> bytes:
+    """The event of an annotation, as Dynamo's frontend has it: JSON in a comment."""
+    return f"event: {name}\n: {json.dumps(value)}\n\n".encode()
 
 
 def error_event(refused: Refused) -> bytes:

@@ -16,6 +16,7 @@ from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.returned_tokens import EXTRA_FIELDS
 from worker.frontdoor.tool_choice import allowed_places, forces_call, is_allowed_tools
 from worker.frontdoor.values import Object, integer, keys_within, object_of, object_within, shown, text
+from worker.requests.fields import GUIDE_BACKENDS, OTHER_BACKEND
 from worker.runtimes.direct.pictures import is_picture, picture_url
 from worker.sampling import MAX_LOGPROBS
 
@@ -23,7 +24,13 @@ Body = Object
 Check = Callable[[Any, Body], None]
 """Raises `FieldRefused` for a value, given the whole request."""
 
-GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+GUIDES: Mapping[str, tuple[str, str]] = {
+    "guided_json": ("json_schema", "schema"),
+    "guided_regex": ("regex", "pattern"),
+    "guided_grammar": ("grammar", "lark"),
+    "guided_choice": ("choice", "choices"),
+}
+"""Field → the processor that it runs as, and the argument for its value."""
 
 
 @cache
@@ -303,11 +310,14 @@ def echo(value: Any, body: Body) -> None:
         raise FieldRefused("echo", "is served by POST /v1/completions alone")
 
 
+_BY_HANDLERS = "is served by POST /v1/completions and /v1/chat/completions alone"
+
+
 def read_by_handler(name: str) -> Check:
     """A field that the handlers of chats and completions take out: elsewhere it would be lost."""
 
     def check(value: Any, body: Body) -> None:
-        raise FieldRefused(name, "is served by POST /v1/completions and /v1/chat/completions alone")
+        raise FieldRefused(name, _BY_HANDLERS)
 
     return check
 
@@ -318,7 +328,7 @@ def prompt_logprobs(value: Any, body: Body) -> None:
     given = {} if body.get("nvext") is None else body["nvext"]
     extra = (given.get("extra_fields") or []) if isinstance(given, dict) else None
     if isinstance(extra, list) and "engine_data" not in extra:
-        raise FieldRefused("prompt_logprobs", "is served by POST /v1/completions and /v1/chat/completions alone")
+        raise FieldRefused("prompt_logprobs", _BY_HANDLERS)
 
 
 def one_guide(name: str) -> Check:
@@ -342,8 +352,8 @@ def one_guide(name: str) -> Check:
 
 
 def guide_backend(value: Any, body: Body) -> None:
-    if value not in ("auto", "guidance", "llguidance"):
-        raise FieldRefused("guided_decoding_backend", "this worker decodes grammars with llguidance")
+    if value not in GUIDE_BACKENDS:
+        raise FieldRefused("guided_decoding_backend", OTHER_BACKEND)
 
 
 _ALSO_IN_NVEXT = {"cache_salt": "cache_salt", "max_thinking_tokens": "thinking_token_budget"}
@@ -358,8 +368,7 @@ def nvext(value: Any, body: Body) -> None:
     # the handlers of chats and completions take them out; of others a frontend would drop them
     unread = [name for name in EXTRA_FIELDS if name in (value.get("extra_fields") or ())]
     if unread:
-        problem = f"{unread[0]} is served by POST /v1/completions and /v1/chat/completions alone"
-        raise FieldRefused("nvext.extra_fields", problem)
+        raise FieldRefused("nvext.extra_fields", f"{unread[0]} {_BY_HANDLERS}")
     if value.get("token_data") is not None:
         check_ids("nvext.token_data", value["token_data"])
         if isinstance(body.get("prompt"), list):

@@ -269,7 +269,7 @@ _OTHER_FIELDS: tuple[ClientField, ...] = (
     ),
     *(
         _row(name, _BOTH, "honoured", f"Runs as the processor {processor}. {_ONE_GUIDE}", field_checks.one_guide(name))
-        for name, processor in zip(GUIDES, ("json_schema", "regex", "grammar", "choice"), strict=True)
+        for name, (processor, _) in GUIDES.items()
     ),
     ClientField(
         structured_outputs.FIELD,

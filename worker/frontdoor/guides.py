@@ -7,16 +7,8 @@ from typing import Any
 
 from adapters.catalog import MAX_BYTES
 from adapters.strict_json import decoder
-from worker.frontdoor.field_checks import Body
+from worker.frontdoor.field_checks import GUIDES, Body
 from worker.frontdoor.field_processors import FieldProcessor, stands_for
-
-_PROCESSORS = {
-    "guided_json": ("json_schema", "schema"),
-    "guided_regex": ("regex", "pattern"),
-    "guided_grammar": ("grammar", "lark"),
-    "guided_choice": ("choice", "choices"),
-}
-"""Field → the processor that it runs as, and the argument for its value."""
 
 _STRICT_JSON = decoder()
 
@@ -32,7 +24,7 @@ def guide_as_processor(fields: Body) -> FieldProcessor | None:
     """
     if fields.get("tools"):
         return None
-    for name in ("response_format", *_PROCESSORS):
+    for name in ("response_format", *GUIDES):
         processor = _processor(name, fields.get(name))
         if processor is not None and len(json.dumps(processor)) <= LONGEST:
             del fields[name]
@@ -44,8 +36,8 @@ def guide_as_processor(fields: Body) -> FieldProcessor | None:
 def _processor(name: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    if name in _PROCESSORS:
-        processor, argument = _PROCESSORS[name]
+    if name in GUIDES:
+        processor, argument = GUIDES[name]
         if name == "guided_json" and isinstance(value, str):
             try:
                 value = _STRICT_JSON.decode(value)

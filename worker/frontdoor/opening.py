@@ -6,13 +6,13 @@ and says what went wrong as the first event.
 
 from __future__ import annotations
 
-import json
 import re
 
 import h11
 
 from worker.frontdoor.errors import Refused, no_answer
 from worker.frontdoor.frontend_errors import error_of
+from worker.frontdoor.stream_events import StreamEvent
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _EVENT_STREAM = re.compile(rb"\r\ncontent-type: *text/event-stream", re.IGNORECASE)
@@ -93,21 +93,9 @@ class Opening:
 
 def streamed_error(body: bytes) -> Refused:
     """The error in a stream that begins with one."""
-    for event in body.split(b"\n\n"):
-        lines = event.split(b"\n")
-        data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
-        if data.startswith(_ERROR):
-            return error_of(500, data)
-        if any(re.match(rb"event: *error", line) for line in lines):
-            comment = b"\n".join(line[1:].strip() for line in lines if line.startswith(b":"))
-            return error_of(500, data or _text(comment))
+    for event in map(StreamEvent.of, body.split(b"\n\n")):
+        if event.data.startswith(_ERROR):
+            return error_of(500, event.data)
+        if (error := event.named_error) is not None:
+            return error
     return no_answer("an event is not in OpenAI's form")
-
-
-def _text(comment: bytes) -> bytes:
-    """The error in a comment, which is JSON or a text as JSON."""
-    try:
-        found = json.loads(comment)
-    except ValueError:
-        return comment
-    return found.encode() if isinstance(found, str) else comment

@@ -15,7 +15,7 @@ from worker.arguments import OPTIONS as WORKER_OPTIONS
 from worker.arguments import StrictParser
 from worker.arguments.kubernetes import without_services
 from worker.arguments.option import dashed, from_environment, option, options_of
-from worker.arguments.values import host, matching, positive_seconds, text
+from worker.arguments.values import host, matching, positive_seconds, text, truth
 from worker.errors import ConfigurationError
 from worker.frontdoor.call_formats import AUTO, NONE, Model, marks_of_calls, support_of
 from worker.frontdoor.engine_address import EngineAddress
@@ -93,12 +93,6 @@ def _directory(given: str) -> str | None:
     return None if given == "off" else text(given)
 
 
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError("true or false")
-    return text == "true"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Every option of ``python -m worker.frontdoor``; the table of `docs/front-door.md`."""
@@ -111,7 +105,7 @@ class Options:
         False,
         "Share the port with other front doors of this user that have this option: the kernel gives each a part of the "
         "connections (SO_REUSEPORT). Needs --response-store-mib 0, and no --batch-dir; true or false.",
-        parse=_truth,
+        parse=truth,
     )
     upstream: tuple[Upstream, ...] | tuple[EngineAddress, ...] = option(
         (),
@@ -207,7 +201,7 @@ class Options:
         parse=_origins,
     )
     playground: bool = option(
-        False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=_truth
+        False, "Serve a web page at /playground to try the model and its processors; true or false.", parse=truth
     )
     batch_dir: str | None = option(
         None,

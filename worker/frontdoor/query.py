@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from urllib.parse import parse_qsl
 
@@ -33,3 +34,21 @@ def check_query(target: bytes, known: Collection[str]) -> None:
     for name in query_of(target) if b"?" in target else ():
         if name not in known:
             raise FieldRefused(printable(name), "is not a parameter of this path", code="unknown_parameter")
+
+
+def integer_in(query: Mapping[str, str], name: str, least: int, most: int, default: int) -> int:
+    """A parameter that is an integer within bounds. Raises `FieldRefused`."""
+    text = query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise FieldRefused(name, f"must be an integer from {least} to {most}, got {printable(text)}")
+    return int(text)
+
+
+def is_descending(query: Mapping[str, str]) -> bool:
+    """Whether the parameter ``order`` of a list has the newest first. Raises `FieldRefused`."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise FieldRefused("order", f"must be asc or desc, got {printable(order)}")
+    return order == "desc"

@@ -43,7 +43,7 @@ def allowed_places(body: Object) -> list[int] | None:
     entries = values.list_of(f"{_ALLOWED}.tools", allowed.get("tools"))
     if not entries:
         raise FieldRefused(f"{_ALLOWED}.tools", "must have at least one tool")
-    places = _places(body.get("tools"))
+    places = places_of(body.get("tools"))
     return sorted({_place(f"{_ALLOWED}.tools[{i}]", entry, places) for i, entry in enumerate(entries)})
 
 
@@ -58,15 +58,23 @@ def with_allowed_tools(body: Object) -> Object:
     return {**body, "tools": tools, "tool_choice": body["tool_choice"]["allowed_tools"]["mode"]}
 
 
-def _places(tools: Any) -> dict[str, int]:
-    listed = tools if isinstance(tools, list) else ()
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
-    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+def places_of(tools: Any) -> dict[str, int]:
+    """Indices of the tools by the names of their functions. Raises `FieldRefused` for a second
+    tool of one name.
+    """
     places: dict[str, int] = {}
-    for place, name in enumerate(names):
-        if isinstance(name, str) and places.setdefault(name, place) != place:
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        name = function_name(tool)
+        if name is not None and places.setdefault(name, place) != place:
             raise FieldRefused(f"tools[{place}].function.name", "is the name of an earlier tool")
     return places
+
+
+def function_name(tool: Any) -> str | None:
+    """The name of the function that a tool is; None if it has none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _place(path: str, entry: Any, places: dict[str, int]) -> int:

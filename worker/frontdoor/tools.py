@@ -21,7 +21,7 @@ from adapters.processors.structural import format_of
 from worker.frontdoor.errors import FieldRefused
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.field_processors import FieldProcessor
-from worker.frontdoor.tool_choice import forces_call
+from worker.frontdoor.tool_choice import forces_call, function_name, places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +124,9 @@ def _scope(format: ToolCallSettings) -> dict[str, Any]:
 
 
 def _check_names(tools: list[Any], choice: str | dict[str, Any]) -> None:
-    names: set[str | None] = set()
-    for i, tool in enumerate(tools):
-        name = _name(tool)
-        if name in names:
-            raise FieldRefused(f"tools[{i}].function.name", "is the name of an earlier tool")
-        names.add(name)
-    if isinstance(choice, dict) and _name(choice) not in names - {None}:
+    places = places_of(tools)
+    if isinstance(choice, dict) and function_name(choice) not in places:
         raise FieldRefused("tool_choice.function.name", "is the name of none of the tools")
-
-
-def _name(tool: Any) -> str | None:
-    """The name of the function that a tool is; None if it has none."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
 
 
 def take_moot_format(fields: Body) -> bool:

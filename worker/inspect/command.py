@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -22,6 +20,7 @@ from adapters.catalog import SelectionError, parse_selection
 from adapters.strict_json import has_half_a_pair
 from adapters.whole_files import write_whole
 from worker.arguments import Arguments, StrictParser, parse_arguments
+from worker.arguments.json_text import json_object
 from worker.errors import ConfigurationError, ServingError, one_line
 from worker.inspect.page import page
 from worker.inspect.recording import InspectedRequest, Recording, inspected_request, record
@@ -174,18 +173,15 @@ async def _recorded(model: LoadedModel, request: InspectedRequest, top: int) -> 
 
 def _prompt_requests(options: argparse.Namespace, model: LoadedModel) -> list[InspectedRequest]:
     """The answer to a prompt, and the one that it is compared with."""
-    prompt, sampling = _prompt(options, model), _object(options.sampling, "--sampling")
+    prompt, sampling = _prompt(options, model), json_object(options.sampling, "--sampling")
     if "seed" in sampling:
         raise ConfigurationError("--sampling: seed: give it as --seed")
     processors = _selection_text(options.processors or "[]")
-    first = inspected_request(model, prompt, sampling, processors, options.seed, options.max_tokens)
-    if options.compare is None:
-        return [first]
-    if _is_seed(options.compare):
-        return [first, first.with_seed(COMPARED, _seed_of(options.compare))]
-    other = _selection_text(options.compare)
-    second = inspected_request(model, prompt, sampling, other, options.seed, options.max_tokens)
-    return [first, replace(second, name=COMPARED)]
+
+    def selecting(selection: str) -> InspectedRequest:
+        return inspected_request(model, prompt, sampling, selection, options.seed, options.max_tokens)
+
+    return _with_compared(options, selecting(processors), selecting)
 
 
 def _prompt(options: argparse.Namespace, model: LoadedModel) -> list[int]:
@@ -212,25 +208,28 @@ def _receipt_requests(options: argparse.Namespace, model: LoadedModel, recorded:
     selection = selection_of(recorded, model.arguments.processor_policy, model.chains.catalog)
     number, asked = recorded.receipt.generated_tokens, recorded.request
     first = InspectedRequest("A", prompt, recorded.params, selection, number, asked.choice, asked.hidden_end_ids)
-    if options.compare is None:
+
+    def selecting(selection: str) -> InspectedRequest:
+        try:
+            other = model.chains.builder.select(parse_selection(selection), first.params, served=True)
+        except SelectionError as error:
+            raise ConfigurationError(f"--compare: {error}") from None
+        return replace(first, selection=other)
+
+    return _with_compared(options, first, selecting)
+
+
+def _with_compared(
+    options: argparse.Namespace, first: InspectedRequest, selecting: Callable[[str], InspectedRequest]
+) -> list[InspectedRequest]:
+    """A request, and what ``--compare`` asks for: it with another seed, or another selection."""
+    text = options.compare
+    if text is None:
         return [first]
-    if _is_seed(options.compare):
-        return [first, first.with_seed(COMPARED, _seed_of(options.compare))]
+    if not text.strip().isdecimal():
+        return [first, replace(selecting(_selection_text(text)), name=COMPARED)]
     try:
-        named = parse_selection(_selection_text(options.compare))
-        other = model.chains.builder.select(named, first.params, served=True)
-    except SelectionError as error:
-        raise ConfigurationError(f"--compare: {error}") from None
-    return [first, replace(first, name=COMPARED, selection=other)]
-
-
-def _is_seed(text: str) -> bool:
-    return text.strip().isdecimal()
-
-
-def _seed_of(text: str) -> int:
-    try:
-        return _seed(text.strip())
+        return [first, first.with_seed(COMPARED, _seed(text.strip()))]
     except argparse.ArgumentTypeError as error:
         raise ConfigurationError(f"--compare: {error}") from None
 
@@ -238,16 +237,6 @@ def _seed_of(text: str) -> int:
 def _selection_text(text: str) -> str:
     """A selection as requests have it; a list stands for its processors."""
     return '{"version":1,"processors":' + text + "}" if text.lstrip().startswith("[") else text
-
-
-def _object(text: str, option: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{option}: is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigurationError(f"{option}: expected a JSON object, got {text[:60]!r}")
-    return data
 
 
 def _write(options: argparse.Namespace, shown: Shown) -> None:

@@ -31,7 +31,7 @@ from worker.replay.recorded import RecordedReceipt
 from worker.replay.run import LoadedModel, prepared, replay
 from worker.requests.receipts import TokenDigest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import is_sampled, with_field_processors
+from worker.sampling.field_processors import empty_chain, is_sampled, with_field_processors
 
 MAX_SHOWN = 5
 """Decisions that are shown one by one."""
@@ -107,9 +107,7 @@ def whole_chain(request: EngineRequest, vocabulary: Vocabulary, end_token_ids: C
     context = Context(vocabulary, frozenset(end_token_ids), request.seed, request.choice, max_tokens=params.max_tokens)
     prompt, extra = request.prompt_token_ids, other_members(params, 0, vocabulary.size)
     _, chain = with_field_processors(params, chain, prompt, context, extra, by_sampler=(), late=True)
-    if chain is None:
-        chain = ProcessorChain([], context)
-        chain.start(prompt)
+    chain = chain or empty_chain(context, prompt)
     if random:
         chain.add([SeededSampler(request.seed, request.choice)], last=True)
     return chain
@@ -174,7 +172,7 @@ async def decisions(
             fails here.
         InvalidRequest: the request cannot be served.
     """
-    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(model.info.eos_token_ids))
+    ends = params.ends_with(model.info.eos_token_ids)
     asked = await prepared(model.chains, model.info, "decisions", prompt, params, selection, choice)
     chain = whole_chain(asked, model.chains.vocabulary, ends)
     if chain.backtracks:
@@ -199,9 +197,7 @@ async def _forced(model: LoadedModel, prompt: list[int], answer: Sequence[int], 
     params = SamplingParams(max_tokens=len(answer), ignore_eos=True, seed=0)
     request = await model.request("forced", prompt, params, Selection(tuple(beside)))
     context = Context(model.chains.vocabulary)
-    if request.chain is None:
-        request.chain = ProcessorChain([], context)
-        request.chain.start(prompt)
+    request.chain = request.chain or empty_chain(context, prompt)
     try:
         forced = ForcedPrefix(ForcedPrefix.Args.model_construct(token_ids=list(answer)), context)
     except ArgumentError as error:

@@ -187,6 +187,12 @@ _STRICT_JSON = decoder()
 _GUIDES = ("json", "regex", "choice", "grammar", "structural_tag")
 _GUIDE_OPTIONS = ("backend", "whitespace_pattern")
 
+GUIDE_BACKENDS = ("auto", "guidance", "llguidance")
+"""Names of the library that compiles guides."""
+
+OTHER_BACKEND = "this worker decodes grammars with llguidance"
+"""Refusal of another one."""
+
 
 def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
     """The guide that the answer must match: one kind, or none; checked further when compiled."""
@@ -198,8 +204,8 @@ def guided_decoding(path: str, value: Any) -> GuidedDecodingParams | None:
             raise InvalidRequest(f"{path}.{shown(name).strip(chr(39))}", "unknown field")
     if not given:
         return None
-    if given.pop("backend", "llguidance") not in ("llguidance", "guidance", "auto"):
-        raise InvalidRequest(f"{path}.backend", "this worker decodes grammars with llguidance")
+    if given.pop("backend", "auto") not in GUIDE_BACKENDS:
+        raise InvalidRequest(f"{path}.backend", OTHER_BACKEND)
     if given.pop("whitespace_pattern", None) is not None:
         raise InvalidRequest(f"{path}.whitespace_pattern", f"is not supported; give a guide: {', '.join(_GUIDES)}")
     if len(given) != 1:
@@ -276,8 +282,8 @@ def _honoured(path: str, parse: Parser, why: str, target: str | None = None) -> 
     return Field(path, "honoured", why, parse, target or path.rpartition(".")[2])
 
 
-def _frontend(path: str, why: str, parse: Parser | None = None) -> Field:
-    return Field(path, "frontend", why, parse)
+def _text_switch(name: str) -> Field:
+    return Field(f"output_options.{name}", "frontend", "The frontend makes the text.", boolean)
 
 
 def _no_effect(path: str, why: str) -> Field:
@@ -338,9 +344,9 @@ _OTHER_FIELDS: tuple[Field, ...] = (
         "engine_data has the ids of the prompt, and of the answer with the end token that it does not show.",
         "returns_token_ids",
     ),
-    _frontend("output_options.skip_special_tokens", "The frontend makes the text.", boolean),
-    _frontend("output_options.return_tokens_as_token_ids", "The frontend makes the text.", boolean),
-    _frontend("output_options.no_stop_trim", "The frontend makes the text.", boolean),
+    _text_switch("skip_special_tokens"),
+    _text_switch("return_tokens_as_token_ids"),
+    _text_switch("no_stop_trim"),
     _no_effect("output_options.formatted_prompt", "The frontend reports the prompt that it made."),
     _honoured(
         "eos_token_ids",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import reduce
@@ -20,12 +19,11 @@ from dynamo.llm import (
     register_model,
     unregister_model,
 )
-from dynamo.runtime import DistributedRuntime
 
 from worker.arguments import Arguments, discovery_key
 from worker.engines import EngineInfo
 from worker.errors import one_line, shown
-from worker.runtimes.dynamo_rl import without_system_port
+from worker.runtimes.dynamo_rl import OwnEndpoints
 from worker.server.adapters import ServedAdapters
 
 logger = logging.getLogger(__name__)
@@ -143,8 +141,8 @@ class AdapterEndpoints:
     """Dynamo's endpoints ``load_lora``, ``unload_lora`` and ``list_loras``, beside the one that
     generates; requests and answers as of its vLLM workers.
 
-    The SDK gives a backend no runtime, so that they have one of their own. They are served where
-    Dynamo's ``DYN_LORA_ENABLED`` asks for them: whoever reaches the request plane may ask them.
+    They are served where Dynamo's ``DYN_LORA_ENABLED`` asks for them: whoever reaches the request
+    plane may ask them.
 
     Args:
         arguments: Options of the worker.
@@ -153,23 +151,12 @@ class AdapterEndpoints:
 
     def __init__(self, arguments: Arguments, adapters: ServedAdapters) -> None:
         self._adapters = adapters
-        loop = asyncio.get_running_loop()
-        with without_system_port():  # which the worker's own runtime serves
-            self._runtime = DistributedRuntime(loop, arguments.discovery_backend, arguments.request_plane)
         handlers = {"load_lora": self._load, "unload_lora": self._unload, "list_loras": self._list}
-        path = f"{arguments.namespace}.{arguments.component}"
-        self._endpoints = [self._runtime.endpoint(f"{path}.{name}") for name in handlers]
-        self._serving = [
-            asyncio.ensure_future(endpoint.serve_endpoint(handler))
-            for endpoint, handler in zip(self._endpoints, handlers.values(), strict=True)
-        ]
+        self._endpoints = OwnEndpoints(arguments, handlers)
 
     async def close(self) -> None:
         """Leave discovery."""
-        for endpoint, serving in zip(self._endpoints, self._serving, strict=True):
-            with contextlib.suppress(Exception):  # whatever the runtime raises, the worker leaves
-                await endpoint.unregister_endpoint_instance()
-            serving.cancel()
+        await self._endpoints.close()
 
     async def _load(self, request: Any = None) -> AsyncIterator[dict[str, Any]]:
         fields = request if isinstance(request, Mapping) else {}

@@ -1,8 +1,7 @@
 """The routes of ``--engine-port`` in the list of Dynamo's frontend, ``/v1/rl/workers``.
 
 The frontend asks an endpoint called ``rl``, beside the one that generates, for ``routes``; trainers
-then ask ``system_url/engine/<route>``, which is ``--engine-port`` here. The SDK of 1.6.1 gives a
-backend no runtime, so that this endpoint has one of its own.
+then ask ``system_url/engine/<route>``, which is ``--engine-port`` here.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ import contextlib
 import importlib.util
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from dynamo.runtime import DistributedRuntime
 
 from worker.arguments import Arguments
 from worker.server.engine_port import EnginePort
@@ -28,6 +29,33 @@ def has_rl_workers() -> bool:
     return importlib.util.find_spec("dynamo.common.rl") is not None
 
 
+class OwnEndpoints:
+    """Endpoints beside the one that generates, on a runtime of their own: the SDK gives none.
+
+    Args:
+        arguments: The worker's options.
+        handlers: Handlers by the last parts of the endpoints' names.
+    """
+
+    def __init__(self, arguments: Arguments, handlers: Mapping[str, Callable[..., AsyncIterator[Any]]]) -> None:
+        loop = asyncio.get_running_loop()
+        with _without_system_port():  # which the worker's own runtime serves
+            self._runtime = DistributedRuntime(loop, arguments.discovery_backend, arguments.request_plane)
+        path = f"{arguments.namespace}.{arguments.component}"
+        self._endpoints = [self._runtime.endpoint(f"{path}.{name}") for name in handlers]
+        self._serving = [
+            asyncio.ensure_future(endpoint.serve_endpoint(handler))
+            for endpoint, handler in zip(self._endpoints, handlers.values(), strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Leave discovery."""
+        for endpoint, serving in zip(self._endpoints, self._serving, strict=True):
+            with contextlib.suppress(Exception):  # whatever the runtime raises, the worker leaves
+                await endpoint.unregister_endpoint_instance()
+            serving.cancel()
+
+
 class RlEndpoint:
     """The endpoint ``rl`` of one worker.
 
@@ -38,16 +66,11 @@ class RlEndpoint:
 
     def __init__(self, arguments: Arguments, port: EnginePort) -> None:
         from dynamo.common.rl import RLRouteRegistry
-        from dynamo.runtime import DistributedRuntime
 
         self._url = f"http://{reachable(arguments.engine_host)}:{port.port}"
         self._registry = RLRouteRegistry(self)
         self._registry.add_routes(dict.fromkeys(port.routes.by_name, port.routes.tell))
-        loop = asyncio.get_running_loop()
-        with without_system_port():  # which the worker's own runtime serves
-            self._runtime = DistributedRuntime(loop, arguments.discovery_backend, arguments.request_plane)
-        self._endpoint = self._runtime.endpoint(f"{arguments.namespace}.{arguments.component}.{ENDPOINT}")
-        self._serving = asyncio.ensure_future(self._endpoint.serve_endpoint(self._answer))
+        self._endpoints = OwnEndpoints(arguments, {ENDPOINT: self._answer})
 
     def system_status_server_url(self) -> str:
         """URL of the routes, for the registry."""
@@ -55,9 +78,7 @@ class RlEndpoint:
 
     async def close(self) -> None:
         """Leave the frontend's list."""
-        with contextlib.suppress(Exception):  # whatever the runtime raises, the worker leaves
-            await self._endpoint.unregister_endpoint_instance()
-        self._serving.cancel()
+        await self._endpoints.close()
 
     async def _answer(self, request: Any = None) -> AsyncIterator[Any]:
         async for answer in self._registry.dispatch_stream(request):
@@ -71,7 +92,7 @@ def reachable(host: str) -> str:
 
 
 @contextmanager
-def without_system_port() -> Iterator[None]:
+def _without_system_port() -> Iterator[None]:
     """Hides the port of Dynamo's system server from a second runtime in this process."""
     port = os.environ.pop(_SYSTEM_PORT, None)
     try:

@@ -9,7 +9,7 @@ the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -379,6 +379,10 @@ class SamplingParams:
         if self.end_id is not None and not self.ignore_eos:
             ids.add(self.end_id)
         return frozenset(ids)
+
+    def ends_with(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """`end_token_ids`, and the model's own end tokens unless ``ignore_eos``."""
+        return self.end_token_ids | (frozenset() if self.ignore_eos else frozenset(eos_token_ids))
 
 
 @cached

@@ -10,9 +10,9 @@ import socket
 import sys
 import threading
 import time
-from http.server import HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TypeVar
 
 MOST_WAITING = 64
 """Connections that may wait for their requests. Each takes a thread and a descriptor of a process
@@ -25,6 +25,9 @@ in the queue, which counts as readable.
 """
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+S = TypeVar("S", bound="ConnectionThreads")
 
 
 class ConnectionThreads(ThreadingMixIn, HTTPServer):
@@ -79,3 +82,10 @@ class ConnectionThreads(ThreadingMixIn, HTTPServer):
         """Say nothing of a client that has gone, or sends nothing."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
+
+
+def listening(server: type[S], host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> S:
+    """A server that listens, on an address of either family. Raises `OSError`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    made: S = type("_Server", (server,), {"address_family": family})((str(address[0]), port), handler)
+    return made

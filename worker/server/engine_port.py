@@ -23,7 +23,7 @@ from worker.arguments import Arguments, KnownKeys, keys_in
 from worker.engines import ServingEngine
 from worker.errors import InvalidRequest, StartupError, one_line
 from worker.server.adapters import ServedAdapters
-from worker.server.connection_threads import ConnectionThreads
+from worker.server.connection_threads import ConnectionThreads, listening
 from worker.server.engine_routes import Asked, EngineRoutes, Route, new_memory
 from worker.server.interruptible import InPreparation
 from worker.server.sglang_routes import REFUSED, SglangRoutes
@@ -86,10 +86,7 @@ class EnginePort:
         self.of_sglang = SglangRoutes(routes)
         self._loop = asyncio.get_running_loop()
         self._keys = KnownKeys(key.encode() for key in keys)
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        handler = type("_Handler", (_Handler,), {"port": self})
-        server = type("_Server", (ConnectionThreads,), {"address_family": family})
-        self.threads: ConnectionThreads = server((str(address[0]), port), handler)
+        self.threads = listening(ConnectionThreads, host, port, type("_Handler", (_Handler,), {"port": self}))
         self.port: int = self.threads.server_address[1]
         threading.Thread(target=self.threads.serve_forever, name="engine-port", daemon=True).start()
 

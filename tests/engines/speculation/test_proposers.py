@@ -461,6 +461,7 @@ def test_settings_from_json_and_from_data() -> None:
     [
         ("{", "must be JSON"),
         ("[1]", "must be a JSON object, got list"),
+        ('{"method": "none", "method": "suffix"}', 'the key "method" occurs twice in one object'),
         ('{"metod": "ngram"}', "unknown key 'metod'; known are chain, method"),
         ('{"method": "telepathy"}', "method must be one of none, ngram, suffix, draft_model, got 'telepathy'"),
         ('{"method": 3}', "method must be a text, got 3"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Set as AbstractSet
-from dataclasses import fields
 
 from adapters.chain import ProcessorFailed
 from adapters.contract import Context
@@ -18,7 +17,6 @@ from worker.engines.embedded.sampling.chain_replay import resume
 from worker.engines.embedded.sampling.prompt_logprobs import LogitsCollector
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.refusals import (
-    IRRELEVANT,
     REFUSED_EVERYWHERE,
     RUN_AS_PROCESSORS,
     check_ids,
@@ -139,8 +137,3 @@ def end_ids_of(params: SamplingParams, model: Model) -> frozenset[int]:
     if params.end_id is None and not params.ignore_eos:
         return named | frozenset(model.eos_token_ids)
     return named
-
-
-def unclassified_fields() -> set[str]:
-    """Fields that are neither served, refused nor irrelevant; empty, or a control is lost."""
-    return {one.name for one in fields(SamplingParams)} - HONOURED - IRRELEVANT - set(REFUSED)

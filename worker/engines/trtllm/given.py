@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adapters.strict_json import decoder
 from worker.arguments import Arguments
+from worker.arguments.json_text import json_object
 from worker.arguments.yaml_file import load_yaml
 from worker.errors import ConfigurationError
 
@@ -36,7 +36,7 @@ class GivenArguments:
         if path is not None:
             given._merge(load_yaml(path), f"--extra-engine-args {path}")
         if arguments.override_engine_args is not None:
-            given._merge(_json_object(arguments.override_engine_args), OVERRIDE)
+            given._merge(json_object(arguments.override_engine_args, OVERRIDE), OVERRIDE)
         for setting in arguments.engine_settings:
             given._add(setting.path, setting.value, setting.source)
         return given
@@ -79,13 +79,3 @@ class GivenArguments:
                 raise ConfigurationError(f"{self.source(*path[:depth])}: {shown}: must be a mapping, got {inner!r}")
             into = inner
         return into
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = decoder().decode(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{OVERRIDE}: is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{OVERRIDE}: must be a JSON object, got {text!r}")
-    return found

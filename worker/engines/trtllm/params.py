@@ -13,24 +13,18 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.sampling.truncation import GREEDY_BELOW
 from adapters.trtllm import ChainAdapter
 from adapters.vocabulary import Vocabulary
-from worker.engines.chain_members import begin, dense_bias, other_members, refuse_embedded_only, resume
+from worker.engines.chain_members import begin, dense_bias, library_chain, refuse_embedded_only
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import (
-    check_values,
-    empty_chain,
-    is_sampled,
-    processor_controls,
-    with_field_processors,
-)
+from worker.sampling.field_processors import check_values, is_sampled, processor_controls
 
 REFUSED = {
     **REFUSED_EVERYWHERE,
@@ -102,12 +96,13 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
         InvalidRequest: a field cannot be served here; it is named.
     """
     params, chain = request.params, request.chain
-    prompt, generated = list(request.prompt_token_ids), request.generated_token_ids
+    generated = request.generated_token_ids
     check_refused(params, REFUSED)
-    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
+    ends = params.ends_with(served.eos_token_ids)
     has_processors = chain is not None or bool(params.logits_processors)
     cold = is_cold(params)
-    native, rest = ({}, params) if generated or has_processors or cold else _native(params, len(prompt), served)
+    is_native = not (generated or has_processors or cold)
+    native, rest = _native(params, len(request.prompt_token_ids), served) if is_native else ({}, params)
     if chain is not None:
         begin(chain, request)
         refuse_embedded_only(chain, "TensorRT-LLM")
@@ -118,17 +113,11 @@ def native_request(request: EngineRequest, number: int, served: Served) -> Nativ
     late = random and (chain_samples or cold)
     if native:
         check_values(params, context)
-    try:
-        extra = other_members(rest, number, served.vocab_size)
-        rest, chain = with_field_processors(rest, chain, prompt, context, extra, by_sampler=ALWAYS_NATIVE, late=late)
-        if chain_samples:
-            chain = chain or empty_chain(context, prompt)
-            chain.add([SeededSampler(seed if random else None, request.choice)], last=True)
-        if chain is not None and generated:
-            resume(chain, request, "TensorRT-LLM")
-    except ProcessorFailed as error:
-        raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
-    _check_choices(params, chain)
+    sampler = SeededSampler(seed if random else None, request.choice) if chain_samples else None
+    rest, chain = library_chain(
+        request, rest, context, number, "TensorRT-LLM", by_sampler=ALWAYS_NATIVE, late=late, sampler=sampler
+    )
+    check_choices(params, chain)
     drawn = sampling(rest, served.vocab_size) if random and not chain_samples else greedy()
     fields = fields_of(params, ends, served, len(generated)) | native | drawn
     chain_logprobs = params.logprobs if chain is not None else None
@@ -205,7 +194,8 @@ def _must_sample_in_chain(params: SamplingParams, random: bool, has_chain: bool,
     return False
 
 
-def _check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None:
+def check_choices(params: SamplingParams, chain: ProcessorChain | None) -> None:
+    """Raises `InvalidRequest` for choices that are not streamed, or that would share a chain."""
     if params.best_of != params.n:
         raise InvalidRequest("sampling_params.best_of", "must be n: every choice is streamed")
     if params.n > 1 and chain is not None:

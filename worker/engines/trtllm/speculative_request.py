@@ -13,6 +13,7 @@ from worker.engines.trtllm.params import (
     REFUSED,
     NativeRequest,
     Served,
+    check_choices,
     fields_of,
     greedy,
     is_cold,
@@ -46,7 +47,7 @@ def speculative_request(request: EngineRequest, served: Served, guides: NativeGu
         problem = "lists the edits of processors, and TensorRT-LLM calls none beside speculative decoding"
         raise InvalidRequest("logits_processors.receipt", problem)
     _check_controls(params, served)
-    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
+    ends = params.ends_with(served.eos_token_ids)
     guide, watched = None, None
     if chain is not None and chain.members:
         processor = guide_of(chain)
@@ -76,8 +77,7 @@ def _check_controls(params: SamplingParams, served: Served) -> None:
             raise InvalidRequest(f"sampling_params.{name}", _NO_PROCESSORS)
     if params.logits_processors:
         raise InvalidRequest("sampling_params.logits_processor", _NO_PROCESSORS)
-    if params.best_of != params.n:
-        raise InvalidRequest("sampling_params.best_of", "must be n: every choice is streamed")
+    check_choices(params, None)
     if not params.is_greedy and SAMPLES not in served.honoured:
         problem = "this version of TensorRT-LLM decodes greedily beside speculative decoding; ask for 0"
         raise InvalidRequest("sampling_params.temperature", problem)

@@ -33,6 +33,7 @@ from worker.engines.trtllm.settings import config_from
 from worker.errors import ConfigurationError, InvalidRequest, RequestFailed, ServingError
 from worker.models import hub_checkpoint, is_hub_id
 from worker.sampling import SamplingParams
+from worker.standard_error import say
 
 PROMPT = [9, 30, 41, 77, 12]
 NUM_TOKENS = 24
@@ -276,7 +277,7 @@ async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
     """
     arguments = parse_arguments(["--engine", "trtllm", *argv])
     if is_hub_id(arguments.model_path):
-        path = hub_checkpoint(arguments.model_path, arguments.revision, lambda line: _say(f"verify: {line}"))
+        path = hub_checkpoint(arguments.model_path, arguments.revision, lambda line: say(f"verify: {line}"))
         arguments = replace(arguments, model_path=str(path))
     engine = TrtllmEngine(config_from(arguments))
     began = time.perf_counter()
@@ -288,10 +289,6 @@ async def verify(argv: Sequence[str], write: Callable[[str], object]) -> bool:
         return all(check.ok for check in checks)
     finally:
         await engine.stop()
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
 
 
 def _check_writable(path: Path) -> None:
@@ -311,7 +308,7 @@ def main() -> int:
         _check_writable(Path(path))
         return 0 if asyncio.run(verify(options, Path(path).write_text)) else 1
     except ServingError as error:
-        _say(f"verify: error: {error}")
+        say(f"verify: error: {error}")
         return 2
 
 

@@ -11,23 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.chain import ProcessorChain
 from adapters.contract import Context
 from adapters.interrupts import is_interrupt
 from adapters.processors.seeded_sampler import SeededSampler
 from adapters.vocabulary import Vocabulary
-from worker.engines.chain_members import begin, other_members, refuse_embedded_only, resume
+from worker.engines.chain_members import begin, library_chain, refuse_embedded_only
 from worker.engines.refusals import REFUSED_EVERYWHERE, check_refused
 from worker.engines.request import EngineRequest
 from worker.errors import InvalidRequest
 from worker.sampling import SamplingParams
-from worker.sampling.field_processors import (
-    empty_chain,
-    is_sampled,
-    late_controls,
-    processor_controls,
-    with_field_processors,
-)
+from worker.sampling.field_processors import is_sampled, late_controls, processor_controls
 
 SHIPPED = "dlw_chain"
 """Key in ``extra_args`` of `Shipped`, which the worker's own logits processor class alone reads."""
@@ -125,13 +119,13 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
         InvalidRequest: a field cannot be served here; it is named.
     """
     params, chain = request.params, request.chain
-    prompt, generated = list(request.prompt_token_ids), request.generated_token_ids
+    generated = request.generated_token_ids
     check_refused(params, REFUSED)
     if params.logprobs_mode != "raw":
         raise InvalidRequest("sampling_params.logprobs_mode", "vLLM reports raw ones only, as it is started here")
     if params.n > 1 or params.best_of != params.n:
         raise InvalidRequest("sampling_params.n", "must be 1: each answer is a request of its own")
-    ends = params.end_token_ids | (frozenset() if params.ignore_eos else frozenset(served.eos_token_ids))
+    ends = params.ends_with(served.eos_token_ids)
     random = is_sampled(params, chain)
     is_drawn = random and params.seed is not None
     is_beyond = random and bool(params.temperature) and not _is_vllms(params.temperature)
@@ -148,19 +142,9 @@ def native_request(request: EngineRequest, served: Served) -> NativeRequest:
         begin(chain, request)
         refuse_embedded_only(chain, "vLLM")
     context = Context(Vocabulary(served.vocab_size), ends, params.seed or 0, max_tokens=params.max_tokens)
-    late = is_drawn or is_beyond
-    try:
-        extra = other_members(params, 0, served.vocab_size)
-        rest, chain = with_field_processors(
-            params, chain, prompt, context, extra, by_sampler=SAMPLER & served.native, late=late
-        )
-        if is_drawn:
-            chain = chain or empty_chain(context, prompt)
-            chain.add([SeededSampler(params.seed, request.choice)], last=True)
-        if chain is not None and generated:
-            resume(chain, request, "vLLM")
-    except ProcessorFailed as error:
-        raise InvalidRequest("sampling_params.logits_processor", str(error)) from error
+    sampler = SeededSampler(params.seed, request.choice) if is_drawn else None
+    by_sampler, late = SAMPLER & served.native, is_drawn or is_beyond
+    rest, chain = library_chain(request, params, context, 0, "vLLM", by_sampler=by_sampler, late=late, sampler=sampler)
     if chain is not None and served.is_parallel:
         chain.failures.step_budget_s = float("inf")
     return NativeRequest(fields | _sampling(rest, random), ends, chain)

@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from secrets import randbits
 from typing import Any
 
-from adapters.strict_json import decoder
 from worker.arguments import OPTIONS, Arguments
+from worker.arguments.json_text import json_object
 from worker.arguments.yaml_file import load_yaml
 from worker.engines.free_memory import free_host_memory
 from worker.engines.images import ImageSources, image_sources
@@ -245,9 +245,4 @@ def _given(text: str | None) -> dict[str, Any]:
         return {}
     if not text.lstrip().startswith("{"):
         return load_yaml(text, FLAG)
-    try:
-        found = decoder().decode(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{FLAG}: is not JSON: {error}") from None
-    assert isinstance(found, dict)
-    return found
+    return json_object(text, FLAG)

@@ -9,6 +9,7 @@ from typing import Any
 
 from worker.frontdoor.batches.objects import INPUT, OUTPUT
 from worker.frontdoor.errors import FieldRefused
+from worker.frontdoor.query import integer_in, is_descending
 from worker.frontdoor.values import metadata, printable
 
 WINDOWS_S = {"24h": 24 * 3600}
@@ -127,29 +128,21 @@ class Listing:
 def file_listing(query: Mapping[str, str]) -> Listing:
     """The parameters of a list of files. Raises `FieldRefused`."""
     _check_names(query, ("after", "limit", "order", "purpose"))
-    order, purpose = query.get("order", "desc"), query.get("purpose")
-    if order not in ("asc", "desc"):
-        raise FieldRefused("order", "must be asc or desc")
+    purpose = query.get("purpose")
     if purpose not in (None, INPUT, OUTPUT):
         raise FieldRefused("purpose", f"must be {INPUT} or {OUTPUT}")
-    return Listing(query.get("after"), _limit(query, MOST_FILES, MOST_FILES), order == "desc", purpose)
+    return Listing(
+        query.get("after"), integer_in(query, "limit", 1, MOST_FILES, MOST_FILES), is_descending(query), purpose
+    )
 
 
 def batch_listing(query: Mapping[str, str]) -> Listing:
     """The parameters of a list of batches. Raises `FieldRefused`."""
     _check_names(query, ("after", "limit"))
-    return Listing(query.get("after"), _limit(query, 20, MOST_BATCHES), True, None)
+    return Listing(query.get("after"), integer_in(query, "limit", 1, MOST_BATCHES, 20), True, None)
 
 
 def _check_names(query: Mapping[str, str], known: Collection[str]) -> None:
     for name in query:
         if name not in known:
             raise FieldRefused(printable(name), f"no parameter of this list; it has {', '.join(known)}")
-
-
-def _limit(query: Mapping[str, str], default: int, most: int) -> int:
-    if "limit" not in query:
-        return default
-    if not re.fullmatch(r"[0-9]{1,9}", query["limit"]) or not 1 <= int(query["limit"]) <= most:
-        raise FieldRefused("limit", f"must be an integer from 1 to {most}")
-    return int(query["limit"])

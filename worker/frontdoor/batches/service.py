@@ -121,14 +121,7 @@ class BatchService:
     async def files(self, owner: str, listing: Listing) -> Page[StoredFile]:
         """A part of the files of a client. Raises `Refused` (400)."""
         with errors_of_the_disk(unreadable):
-            return await self._store.do(
-                self._store.files.page,
-                owner,
-                after=listing.after,
-                limit=listing.limit,
-                descending=listing.descending,
-                purpose=listing.purpose,
-            )
+            return await self._store.do(self._store.files.page, owner, listing)
 
     async def file(self, owner: str, file_id: str) -> StoredFile:
         """A file of a client. Raises `Refused` (404)."""
@@ -168,7 +161,7 @@ class BatchService:
     async def batches(self, owner: str, listing: Listing) -> Page[StoredBatch]:
         """A part of the batches of a client. Raises `Refused` (400)."""
         with errors_of_the_disk(unreadable):
-            return await self._store.do(self._store.batches.page, owner, after=listing.after, limit=listing.limit)
+            return await self._store.do(self._store.batches.page, owner, listing)
 
     async def batch(self, owner: str, batch_id: str) -> StoredBatch:
         """A batch of a client. Raises `Refused` (404)."""

@@ -55,15 +55,7 @@ class Store:
         if file.purpose != INPUT:
             raise FieldRefused("input_file_id", f"{file.id} has the purpose {file.purpose}, not {INPUT}")
         self.files.check_room(0, "input_file_id")  # its results are written at any rate
-        return self.batches.add(
-            owner,
-            endpoint=new.endpoint,
-            input_file_id=file.id,
-            completion_window=new.completion_window,
-            window_s=new.window_s,
-            metadata=new.metadata,
-            output_lifetime_s=new.output_lifetime_s,
-        )
+        return self.batches.add(owner, new)
 
     def begin(self, batch_id: str, total: int, model: str | None, *, errors: str | None = None) -> StoredBatch | None:
         """Set a validated batch going, or let it fail.

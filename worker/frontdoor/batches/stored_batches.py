@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from worker.frontdoor.batches.objects import (
     TokenCounts,
     batch_of,
 )
+from worker.frontdoor.batches.requests import Listing, NewBatch
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.values import printable
 
@@ -45,17 +46,7 @@ class StoredBatches:
         self._database = database
         self._now = now
 
-    def add(
-        self,
-        owner: str,
-        *,
-        endpoint: str,
-        input_file_id: str,
-        completion_window: str,
-        window_s: int,
-        metadata: Mapping[str, str] | None,
-        output_lifetime_s: int,
-    ) -> StoredBatch:
+    def add(self, owner: str, new: NewBatch) -> StoredBatch:
         """Begin a batch.
 
         Raises:
@@ -80,14 +71,14 @@ class StoredBatches:
                 (
                     f"batch_{secrets.token_hex(12)}",
                     owner,
-                    endpoint,
-                    input_file_id,
-                    completion_window,
-                    None if metadata is None else json.dumps(metadata),
-                    output_lifetime_s,
+                    new.endpoint,
+                    new.input_file_id,
+                    new.completion_window,
+                    None if new.metadata is None else json.dumps(new.metadata),
+                    new.output_lifetime_s,
                     "validating",
                     now,
-                    now + window_s,
+                    now + new.window_s,
                 ),
             ).fetchone()
         return batch_of(row)
@@ -101,18 +92,13 @@ class StoredBatches:
             raise Refused(404, f"there is no batch {printable(batch_id)}", "id", code="batch_not_found")
         return batch_of(row)
 
-    def page(self, owner: str, *, after: str | None, limit: int) -> Page[StoredBatch]:
+    def page(self, owner: str, listing: Listing) -> Page[StoredBatch]:
         """A part of the batches of ``owner``, the newest first.
-
-        Args:
-            owner: Label of the client.
-            after: Id of the batch before the first one.
-            limit: Most batches of this part.
 
         Raises:
             Refused: 400, there is no batch ``after``.
         """
-        connection, number = self._database.connection, None
+        connection, after, limit, number = self._database.connection, listing.after, listing.limit, None
         if after is not None:
             row = connection.execute("SELECT number FROM batches WHERE id = ? AND owner = ?", (after, owner)).fetchone()
             if row is None:

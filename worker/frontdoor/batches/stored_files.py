@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from worker.frontdoor.batches.database import Database, sql_list
 from worker.frontdoor.batches.objects import INPUT, UNFINISHED, Page, StoredFile, file_of
+from worker.frontdoor.batches.requests import Listing
 from worker.frontdoor.errors import Refused
 from worker.frontdoor.values import printable
 
@@ -107,29 +108,20 @@ class StoredFiles:
             raise Refused(404, f"there is no file {printable(file_id)}", field, code="file_not_found")
         return file_of(row)
 
-    def page(
-        self, owner: str, *, after: str | None, limit: int, descending: bool, purpose: str | None
-    ) -> Page[StoredFile]:
+    def page(self, owner: str, listing: Listing) -> Page[StoredFile]:
         """A part of the files of ``owner``, in order of creation.
-
-        Args:
-            owner: Label of the client.
-            after: Id of the file before the first one.
-            limit: Most files of this part.
-            descending: Whether the newest is the first.
-            purpose: Purpose of the files; None for any.
 
         Raises:
             Refused: 400, there is no file ``after``.
         """
         connection, now = self._database.connection, int(self._now())
-        number = None
+        after, limit, purpose, number = listing.after, listing.limit, listing.purpose, None
         if after is not None:
             row = connection.execute("SELECT number FROM files WHERE id = ? AND owner = ?", (after, owner)).fetchone()
             if row is None:
                 raise Refused(400, f"after: there is no file {printable(after)}", "after")
             number = row["number"]
-        sign, order = ("<", "DESC") if descending else (">", "ASC")
+        sign, order = ("<", "DESC") if listing.descending else (">", "ASC")
         rows = connection.execute(
             f"SELECT * FROM files WHERE owner = ? AND expires_at > ? AND (? IS NULL OR number {sign} ?)"
             f" AND (? IS NULL OR purpose = ?) ORDER BY number {order} LIMIT ?",

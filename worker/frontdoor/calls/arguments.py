@@ -9,6 +9,7 @@ from typing import TypeAlias
 from adapters.calls import Notation
 from adapters.calls.xml_values import TAGS, Kind, Tags, may_be_no_string, value_of
 from worker.frontdoor.calls.json_text import JSON_WORDS, PYTHON_WORDS, Emit, json_object, json_value
+from worker.frontdoor.calls.marks import held_back
 from worker.frontdoor.calls.reader import Cut, Mismatch, Reading, TextReader
 
 Kinds: TypeAlias = Mapping[str, Set[Kind]]
@@ -87,7 +88,7 @@ def _is_json(reader: TextReader, kinds: Set[Kind]) -> Reading[bool]:
 def _is_string(reader: TextReader, stop: str, kinds: Set[Kind]) -> Reading[bool]:
     """Whether the text up to ``stop`` is a string, as far as that is certain before its end."""
     while reader.find(stop) < 0:
-        if not may_be_no_string(reader.ahead[: len(reader.ahead) - _held_back(reader, stop)], kinds):
+        if not may_be_no_string(reader.ahead[: len(reader.ahead) - held_back(reader.ahead, stop)], kinds):
             return True
         if reader.ended:
             raise Cut
@@ -107,15 +108,10 @@ def _tagged_string(reader: TextReader, emit: Emit, stop: str) -> Reading[None]:
     while (at := reader.find(stop)) < 0:
         if reader.ended:
             raise Cut
-        emit(_escaped(reader.take(len(reader.ahead) - _held_back(reader, stop))))
+        emit(_escaped(reader.take(len(reader.ahead) - held_back(reader.ahead, stop))))
         yield
     emit(_escaped(reader.take(at)) + '"')
     reader.take(len(stop))
-
-
-def _held_back(reader: TextReader, stop: str) -> int:
-    """Characters at the end of the text that has come that may be the beginning of ``stop``."""
-    return next(n for n in range(len(stop) - 1, -1, -1) if reader.ahead.endswith(stop[:n]))
 
 
 def _escaped(text: str) -> str:

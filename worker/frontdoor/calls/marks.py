@@ -42,6 +42,11 @@ class Marks:
         return next((length for length in range(longest, 0, -1) if text[-length:] in self._begun), 0)
 
 
+def held_back(text: str, mark: str) -> int:
+    """Characters at the end of ``text`` that may be the beginning of ``mark``."""
+    return next(length for length in range(len(mark) - 1, -1, -1) if text.endswith(mark[:length]))
+
+
 NO_MARKS = Marks(())
 """Marks of free text that nothing but the end of the answer ends."""
 

@@ -20,7 +20,7 @@ from worker.errors import InvalidRequest, shown
 from worker.frontdoor import http
 from worker.frontdoor.encoding import encoded, encoded_in_turns
 from worker.frontdoor.errors import Refused, internal_error
-from worker.frontdoor.exchange import server_sent
+from worker.frontdoor.exchange import annotation_event, server_sent
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.openengine.answer import AnswerForm
 from worker.frontdoor.openengine.body import AskedAnswer, client_name, read_body
@@ -195,7 +195,7 @@ class _Answering:
                     self._has_begun = True
                     await self._write(http.stream_head(b"text/event-stream", self._lines, chunked=True))
                     for name, value in self._before(made, request_id):
-                        await self._send(f"event: {name}\n: {json.dumps(value)}\n\n".encode())
+                        await self._send(annotation_event(name, value))
                 await self._send(server_sent(event))
         if made.asked.has_usage:
             await self._send(server_sent(form.usage_event()))

@@ -9,7 +9,7 @@ from typing import Literal
 from adapters.vocabulary import ReasoningTokens, Vocabulary
 from adapters.vocabulary.text_match import TextMatcher
 from adapters.vocabulary.thinking_tags import KNOWN_TAGS
-from worker.frontdoor.calls.marks import Marks
+from worker.frontdoor.calls.marks import held_back
 
 Part = Literal["reasoning_content", "content"]
 
@@ -74,7 +74,7 @@ class ThinkingSplit:
             yield from self._part(self._held[:place])
             self._held = self._held[place + len(self._next_tag) :]
             self._is_inside = not self._is_inside
-        keep = 0 if ends else Marks([self._next_tag]).held_back(self._held)
+        keep = 0 if ends else held_back(self._held, self._next_tag)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
         yield from self._part(shown)

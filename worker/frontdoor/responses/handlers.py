@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -13,6 +12,7 @@ from worker.frontdoor.errors import FieldRefused, Refused
 from worker.frontdoor.exchange import Exchange, Handler
 from worker.frontdoor.field_checks import Body
 from worker.frontdoor.fields import CHAT
+from worker.frontdoor.query import integer_in, is_descending
 from worker.frontdoor.refusal_reading import checked
 from worker.frontdoor.requests import TOO_DEEP
 from worker.frontdoor.responses.answer import Answer
@@ -169,7 +169,7 @@ async def _answer_read(exchange: Exchange, read: Callable[[], Any], size: int) -
 
 async def _stream_again(exchange: Exchange, query: Mapping[str, str]) -> None:
     owner, response_id = exchange.owner, exchange.names["id"]
-    after = _count(query, "starting_after", -1)
+    after = integer_in(query, "starting_after", 0, 999_999_999, -1)
     service = responses_of(exchange.door)
     run = service.running(owner, response_id)
     if run is not None and run.keeps_events:
@@ -216,14 +216,9 @@ async def cancel(exchange: Exchange) -> None:
 async def list_input_items(exchange: Exchange) -> None:
     """``GET /v1/responses/{id}/input_items``: those of previous responses too, the newest first."""
     query = _query(exchange, "limit", "order", "after")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise FieldRefused("order", f"must be asc or desc, got {printable(order)}")
-    limit = _count(query, "limit", 20)
-    if not 1 <= limit <= _MAX_ITEMS:
-        raise FieldRefused("limit", f"must be an integer from 1 to {_MAX_ITEMS}, got {limit}")
+    descending, limit = is_descending(query), integer_in(query, "limit", 1, _MAX_ITEMS, 20)
     items = list(responses_of(exchange.door).context(exchange.owner, exchange.names["id"]))
-    if order == "desc":
+    if descending:
         items.reverse()
     items = _after(items, query.get("after"))
     page, has_more = items[:limit], len(items) > limit
@@ -261,15 +256,6 @@ def _truth(query: Mapping[str, str], name: str) -> bool:
     if value not in ("true", "false"):
         raise FieldRefused(name, f"must be true or false, got {printable(value)}")
     return value == "true"
-
-
-def _count(query: Mapping[str, str], name: str, default: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise FieldRefused(name, f"must be an integer of at least 0, got {printable(text)}")
-    return int(text)
 
 
 HANDLERS: Mapping[tuple[str, str], Handler] = {

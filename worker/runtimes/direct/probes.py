@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from worker.arguments import Arguments
 from worker.errors import StartupError
-from worker.server.connection_threads import ConnectionThreads
+from worker.server.connection_threads import ConnectionThreads, listening
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -57,7 +56,7 @@ class ProbeServer:
         self._loop = asyncio.get_running_loop()
         self._problems = {"/live": live, "/health": ready}
         self._metrics = make_wsgi_app(registry)
-        self._server = _bound(host, port)
+        self._server = listening(_Server, host, port, _Handler)
         self._server.set_app(self._answer)
         threading.Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
 
@@ -105,11 +104,3 @@ def open_probes(arguments: Arguments, registry: CollectorRegistry, live: Problem
         return ProbeServer(arguments.metrics_host, arguments.metrics_port, registry, live, ready)
     except OSError as error:
         raise StartupError(f"--metrics-port {arguments.metrics_port}: {error.strerror or error}") from None
-
-
-def _bound(host: str, port: int) -> WSGIServer:
-    """A server that listens, on an address of either family."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = found[0]
-    server_class = type("_Server", (_Server,), {"address_family": family})
-    return make_server(str(address[0]), port, lambda *_: [], server_class, _Handler)

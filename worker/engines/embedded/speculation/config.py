@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from adapters.strict_json import decoder
 from worker.errors import StartupError
 
 FLAG = "--speculative-config"
@@ -92,7 +92,7 @@ class SpeculativeConfig:
 
 def _load(text: str) -> Any:
     try:
-        return json.loads(text)
+        return decoder().decode(text)
     except (ValueError, RecursionError) as error:
         raise StartupError(f"{FLAG} must be JSON, got {text[:80]!r}: {error}") from None
 
