@@ -179,8 +179,9 @@ def make_engine(arguments: Arguments, ahead: SealedTensors | None = None) -> Ser
     """
     if arguments.engine == "trtllm":
         from worker.engines.trtllm import TrtllmEngine, config_from
+        from worker.requests.receipts import digest_of_model
 
-        return TrtllmEngine(config_from(arguments))
+        return TrtllmEngine(config_from(arguments), digest=lambda: digest_of_model(arguments))
 
     if arguments.engine == "vllm":
         from worker.engines.vllm import VllmEngine

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, TypeAlias, TypeVar
@@ -151,6 +153,22 @@ class Vocabulary:
         if self.tokenizer is None:
             raise ValueError("token bytes need a tokenizer, and this model was loaded without one")
         return token_bytes(self.tokenizer, self.size)
+
+    @cached_property
+    def digest(self) -> str:
+        """128 bits over ids and bytes of the tokens of the tokenizer's model. Added tokens, of
+        which programs may make others, have no part in it; it is empty without a tokenizer, and if
+        a row of logits is too short for all of its tokens.
+        """
+        if self.tokenizer is None or self.size < num_ids(self.tokenizer):
+            return ""
+        added = self.hidden_token_ids.union(self._added.values())  # end tokens are the model's, not the tokenizer's
+        texts = [b"" if token_id in added else text for token_id, text in enumerate(self.token_bytes)]
+        while texts and not texts[-1]:  # padding of the row
+            texts.pop()
+        digest = blake2b(array("Q", map(len, texts)).tobytes(), digest_size=16)
+        digest.update(b"".join(texts))
+        return digest.hexdigest()
 
     @cached_property
     def hidden_token_ids(self) -> frozenset[int]:

@@ -125,6 +125,16 @@ def test_tokens_of_other_files_can_be_sampled(tmp_path: Path, files: dict[str, A
         assert [*never] == [each for each in vocabulary.never_ids if each != 1010]
 
 
+def test_a_digest_is_that_of_the_tokens(gapped: Vocabulary) -> None:
+    """However wide a row of logits is, and whatever tokens have been added."""
+    house = kit_vocabulary()
+    wider = Vocabulary(house.size + 64, house.tokenizer, (3, 5))
+    assert len({house.digest, wider.digest}) == 1
+    assert len(house.digest) == 32
+    assert gapped.digest != house.digest
+    assert Vocabulary(house.size).digest == Vocabulary(8, house.tokenizer).digest == ""
+
+
 def test_a_tag_is_one_token_or_none(gapped: Vocabulary) -> None:
     assert gapped.tag("<think>") == tuple(gapped.encode("<think>"))
     assert gapped.tag("<think>\n") == ()

@@ -105,6 +105,7 @@ class ScriptedWorker:
             "numerics": "exact",
             "kv_dtype": "float32",
             "model_digest": "",
+            "tokens_digest": "",
             **told,
         }
 
@@ -119,7 +120,9 @@ class ScriptedWorker:
         return wire.LoadInfo(instance_id=self.instance, running_requests=self._load)
 
     async def get_server_info(self, request: Any, context: Any) -> wire.ServerInfo:
-        extra = ParseDict({name: self._told[name] for name in ("numerics", "kv_dtype", "model_digest")}, Struct())
+        extra = ParseDict(
+            {name: self._told[name] for name in ("numerics", "kv_dtype", "model_digest", "tokens_digest")}, Struct()
+        )
         name = self._told["engine_name"]
         return wire.ServerInfo(
             engine_name=name, instance_id=self.instance, schema_revision=SCHEMA_REVISION, extra=extra

@@ -4,7 +4,10 @@ goes on only where it is computed as it began.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +128,56 @@ async def test_a_worker_with_other_weights_is_passed_over(tiny_model: Path) -> N
     assert "computed_with" in first.requests[0].extra["annotations"]
     for each in others:
         assert each.requests[0].extra["continues"]["weights"] == "new"
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_an_answer_goes_on_only_under_its_controls(tiny_model: Path, tmp_path: Path, is_same: bool) -> None:
+    """Workers with another policy of the operator's."""
+    policies = [tmp_path / f"{number}.yaml" for number in (0, int(not is_same))]
+    for number, path in enumerate(policies):
+        n = 3 if is_same else 3 + number
+        path.write_text(f'models: {{"*": {{default: [{{name: no_repeat_ngram, args: {{n: {n}}}}}]}}}}')
+    async with pool(tiny_model, *(("--processor-policy", str(path)) for path in policies)) as workers:
+        found = await moved(workers)
+        if is_same:
+            still = text_of([each async for each in events(workers[2], CHAT, **LONG)])
+            assert text_of(found) == still
+        else:
+            message = found[-1]["error"]["message"]
+            assert "no worker that is ready computes the answer as it began" in message
+            assert "continues.controls: added_controls must be" in message
+
+
+@pytest.mark.parametrize("max_tokens", [300, 2000])
+async def test_an_answer_goes_on_only_where_it_has_room(tiny_model: Path, max_tokens: int) -> None:
+    async with pool(tiny_model, *(("--context-length", size) for size in ("2048", "1024"))) as (one, other, client):
+        asked = LONG | {"max_tokens": max_tokens}
+        found: list[Any] = []
+        async for each in events(client, CHAT, **asked):
+            found.append(each)
+            if len(found) == 5:
+                is_small = bool(len(other.server.in_flight))
+                (other if is_small else one).shut_down()
+        if max_tokens == 300:
+            assert text_of(found)
+        else:
+            assert "continues.controls: added_controls must be" in found[-1]["error"]["message"]
+
+
+async def test_a_worker_with_another_tokenizer_is_given_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """It was started again with another model under the same name, and the front door was not."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = (name for name, number in vocabulary.items() if number in (100, 101))
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    async with running(other) as worker, door(tiny_model, f"grpc://127.0.0.1:{worker.port}", num_ready=0) as client:
+        async with asyncio.timeout(30):
+            while "its tokens have the digest" not in (answer := await refusal(client))[1]["message"]:
+                assert answer[0] == 503
+                await asyncio.sleep(0.1)
 
 
 async def test_an_answer_does_not_go_on_with_another_checkpoint(tiny_model: Path) -> None:

@@ -56,7 +56,7 @@ async def test_the_server_says_what_it_is(client: OpenEngineClient) -> None:
     assert not info.capacity.HasField("max_loras")
     assert info.kv_connector == wire.KvConnectorInfo(enabled=False)
     assert info.extra["engine"] == "embedded"
-    assert len(info.extra["model_digest"]) == 32
+    assert len(info.extra["model_digest"]) == len(info.extra["tokens_digest"]) == 32
     again = await client.call("Control.GetServerInfo", wire.GetServerInfoRequest())
     assert info.instance_id == again.instance_id != ""
 

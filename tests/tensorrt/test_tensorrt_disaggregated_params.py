@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,42 @@ GOOD = disaggregated_params.encode(Params(first_gen_tokens=[1], opaque_state=b"x
 def test_a_malformed_hand_off_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="prefill_result"):
         disaggregated_params.decode({**GOOD, **change}, Params, Logprob)
+
+
+def test_a_hand_off_of_another_kind_of_worker_is_refused() -> None:
+    """TensorRT-LLM would take the KV of another checkpoint that has the same shape."""
+    facts = disaggregated_params.HandOffFacts("1.2.0", "5f2a", "bfloat16", "auto")
+    own = disaggregated_params.encode(Params(first_gen_tokens=[1]), facts=dataclasses.asdict(facts))
+    facts.check(own)
+    facts.check(GOOD)  # an earlier version tells nothing
+    dataclasses.replace(facts, model="").check(own)
+    for field in dataclasses.fields(facts):
+        other = dataclasses.replace(facts, **{field.name: "another"})
+        with pytest.raises(InvalidRequest, match=rf"facts\.{field.name}: the prefill worker has '.*', and this decode"):
+            other.check(own)
+    with pytest.raises(InvalidRequest, match="facts: must be a mapping"):
+        facts.check({**own, "facts": 3})
+
+
+async def test_a_decode_worker_takes_no_kv_of_another_model(model: Path) -> None:
+    with stand_in():
+        engines = [in_role(model, role) for role in ("prefill", "decode")]
+        for number, each in enumerate(engines):
+            known: Future[str] = Future()
+            known.set_result(f"model {number}")
+            each._digest = partial(lambda found: found, known)
+        try:
+            for each in engines:
+                await each.start()
+            first = await collect(engines[0], PROMPT, SamplingParams(max_tokens=3), kv=KeepKv())
+            kv = ReadKv(json.loads(json.dumps(first.kv)))
+            refused = r"facts\.model: the prefill worker has 'model 0', and this decode worker 'model 1'"
+            with pytest.raises(InvalidRequest, match=refused):
+                await collect(engines[1], PROMPT, SamplingParams(max_tokens=3), kv=kv)
+            assert engines[1].num_unfinished() == 0
+        finally:
+            for each in engines:
+                await each.stop()
 
 
 def in_role(model: Path, role: Role, *argv: str) -> TrtllmEngine:

@@ -41,6 +41,7 @@ from worker.frontdoor.batches.objects import StoredBatch
 from worker.frontdoor.batches.requests import WINDOWS_S, NewBatch, batch_listing, new_batch
 from worker.frontdoor.batches.stored_batches import StoredBatches
 from worker.frontdoor.errors import Refused
+from worker.requests.continuation import CANNOT_GO_ON
 
 
 @pytest.fixture(autouse=True)
@@ -379,9 +380,12 @@ async def test_a_request_is_sent_again_where_it_may_help(
     assert len(statuses) - len(left) == num_asked
 
 
-async def test_a_line_that_a_trainer_aborts_is_sent_again(tmp_path: Path) -> None:
-    """A pause ends all that is in flight, and a batch has no client that could go on."""
-    aborted = json.dumps({"error": {"message": f"InvalidArgument: {ABORTED}"}}).encode()
+@pytest.mark.parametrize("reason", [ABORTED, f"request id: {CANNOT_GO_ON}: numerics is 'fast' on the worker"])
+async def test_a_line_that_is_cut_off_is_sent_again(tmp_path: Path, reason: str) -> None:
+    """A trainer's pause ends all that is in flight, and so does a worker that leaves others whose
+    options are not its own; a batch has no client that could ask again.
+    """
+    aborted = json.dumps({"error": {"message": f"InvalidArgument: {reason}"}}).encode()
     answers = [(400, aborted)] * 5 + [(200, b"{}")]
 
     async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from adapters.contract import SAMPLE, uniform
 from adapters.contract.random_numbers import SAMPLE_AGAIN
-from worker.migration.boundary import VERSION, Boundary, _digest, continuation
+from worker.migration.boundary import VERSION, Boundary, _digest, continuation, owner_of
+from worker.requests.continuation import ControlDigests
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 
 LIMITS = RequestLimits(context_length=64, vocab_size=8, eos_token_ids=(2,))
@@ -81,6 +82,27 @@ def test_workers_that_compute_otherwise_differ(here: tuple[str, str, str], there
             if pair[0] != pair[1]
         )
         assert found == f"{name} is {theirs!r} on the worker that began the answer and {ours!r} on this one"
+
+
+parts = st.sampled_from(["", "5f2a", "80c1"])
+controls = st.builds(lambda *two: ControlDigests(*two) if all(two) else ControlDigests(), parts, parts)
+
+
+@given(here=st.tuples(parts, controls), there=st.tuples(parts, controls))
+def test_an_owner_has_the_model_and_the_controls(
+    here: tuple[str, ControlDigests], there: tuple[str, ControlDigests]
+) -> None:
+    """What one of the two does not know is not compared."""
+    boundary = Boundary.decode(Boundary.of(parsed([1, 2], 5), 7, owner_of("a-0", *there)).encode())
+    found = boundary.difference("", "", model=here[0], controls=here[1])
+    values = [("model", here[0], there[0])]
+    values += [(name, getattr(here[1], name), getattr(there[1], name)) for name in ControlDigests.__dataclass_fields__]
+    expected = [
+        f"{name} is {theirs!r} on the worker that began the answer and {ours!r} on this one"
+        for name, ours, theirs in values
+        if ours and theirs and ours != theirs
+    ]
+    assert found == (expected[0] if expected else None)
 
 
 GOOD = json.loads(Boundary.of(parsed([1, 2], 5), 7, "a-0").encode())

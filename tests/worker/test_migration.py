@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from dynamo.llm import exceptions
 from transformers import AutoTokenizer
 
 from adapters.client import processor, selection
+from adapters.processors import TopP, Xtc
 from worker.arguments import parse_arguments
 from worker.build import make_engine
 from worker.engines.embedded import native
@@ -187,6 +189,97 @@ async def test_an_answer_goes_on_only_where_its_bits_do(
         await pools[0].record_of_answered("one")
         if reason is not None:
             with pytest.raises(exceptions.InvalidArgument, match=f"its answer cannot go on here: {reason}"):
+                await pools[1].take_over("one", raw, record, whole.token_ids[:9])
+            return
+        rest = await pools[1].take_over("one", raw, record, whole.token_ids[:9])
+        assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
+    finally:
+        for worker in workers:
+            await worker.cleanup()
+
+
+POLICY = """
+models:
+  "*":
+    default:
+      - {name: no_repeat_ngram, args: {n: 2}}
+"""
+VERSIONS = "processor_versions is"
+ADDED = "added_controls is"
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "reason"),
+    [
+        ("a version", [processor("xtc", probability=0.5)], VERSIONS),
+        ("a version", [], None),
+        ("a version of a field", [], VERSIONS),
+        ("the policy", [], ADDED),
+        ("the policy", [processor("no_repeat_ngram", n=2)], None),
+        ("the model's sampling", [], ADDED),
+        ("the model's sampling", [processor("min_p", p=0.1), processor("temperature", value=0.7)], None),
+        ("the thinking tags", [], ADDED),
+    ],
+)
+async def test_an_answer_goes_on_only_under_its_controls(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, asked: list[Any], reason: str | None
+) -> None:
+    """Workers of two versions, or with other options: what the client gives itself is the same."""
+    policy, copy = tmp_path / "policy.yaml", tmp_path / "model"
+    policy.write_text(POLICY)
+    shutil.copytree(model, copy)
+    options: list[str] = []
+    if change == "the policy":
+        options = ["--processor-policy", str(policy)]
+    if change == "the model's sampling":
+        config = json.loads((model / "generation_config.json").read_text())
+        own = {"do_sample": True, "temperature": 0.7, "min_p": 0.1}
+        (copy / "generation_config.json").write_text(json.dumps(config | own))
+    if change == "the thinking tags":
+        options = ["--thinking-start", "<a>", "--thinking-end", "</a>"]
+    store = tmp_path / "store"
+    workers = [make_worker(model, store), make_worker(copy, store, "--served-model-name", "model", *options)]
+    pools = [Pool(worker, FileStore(str(store))) for worker in workers]
+    sampling = {"top_p": 0.9, "seed": 5} if not change.endswith("sampling") else {"seed": 5}
+    raw = {**request_of("plain"), "sampling_options": sampling}
+    raw["annotations"] = ["logits_processors:" + selection(*asked, receipt=True)]
+    try:
+        for number, worker in enumerate(workers):
+            await worker.start(number)
+        whole, record = await pools[0].ask("one", raw)
+        await pools[0].record_of_answered("one")
+        if change.startswith("a version"):
+            changed = TopP if change.endswith("field") else Xtc
+            monkeypatch.setattr(changed, "version", changed.version + 1)
+        if reason is not None:
+            with pytest.raises(exceptions.InvalidArgument, match=f"its answer cannot go on here: {reason}"):
+                await pools[1].take_over("one", raw, record, whole.token_ids[:9])
+            return
+        rest = await pools[1].take_over("one", raw, record, whole.token_ids[:9])
+        assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
+    finally:
+        for worker in workers:
+            await worker.cleanup()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 30])
+async def test_an_answer_goes_on_only_where_it_has_room(model: Path, tmp_path: Path, max_tokens: int | None) -> None:
+    """A smaller context would end it as if it had had all of its tokens."""
+    sizes = [("--context-length", str(size)) for size in (96, 64)]
+    workers = [make_worker(model, tmp_path, *size) for size in sizes]
+    pools = [Pool(worker, FileStore(str(tmp_path))) for worker in workers]
+    stops = {"ignore_eos": True, **({} if max_tokens is None else {"max_tokens": max_tokens})}
+    raw = {**request_of("plain"), "stop_conditions": stops}
+    try:
+        for number, worker in enumerate(workers):
+            await worker.start(number)
+        whole, record = await pools[0].ask("one", raw)
+        await pools[0].record_of_answered("one")
+        if max_tokens is None:
+            refused = (
+                "its answer cannot go on here: max_tokens is 77 on the worker that began the answer and at most 45"
+            )
+            with pytest.raises(exceptions.InvalidArgument, match=refused):
                 await pools[1].take_over("one", raw, record, whole.token_ids[:9])
             return
         rest = await pools[1].take_over("one", raw, record, whole.token_ids[:9])

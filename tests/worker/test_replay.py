@@ -156,6 +156,20 @@ async def test_contrast_is_replayed_with_its_draft_model_alone(
         assert f"--speculative-config has {told}" in capsys.readouterr().err
 
 
+async def test_a_processor_of_another_version_is_told(
+    plain: Client, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = await plain.ask(PROMPT, GRAMMAR, sampling_options=DRAWN, stop_conditions={"max_tokens": 8})
+    (record,) = answer.receipt["processors"]
+    assert await files.replay(answer.receipt, PROMPT) == 0
+    assert "of version" not in capsys.readouterr().out
+    for version in (record["version"] - 1, "new", None):
+        older = {**answer.receipt, "processors": [{**record, "version": version}, {"name": [], "version": 1}]}
+        assert await files.replay(older, PROMPT) == 0
+        told = f"note: processors[0].version: regex was of version {version} and is of version {record['version']} here"
+        assert told in capsys.readouterr().out
+
+
 @pytest.mark.native
 async def test_what_is_quantised_is_recorded(model: Path, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"quantization": "int8", "activation_dtype": "int8", "kv_cache_dtype": "int8"}

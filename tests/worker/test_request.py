@@ -430,7 +430,15 @@ def test_the_table_is_whole() -> None:
     assert len(paths) == len(set(paths))
     targets = {row.target for row in FIELDS if row.target is not None}
     ends = {"eos_token_ids", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "include_stop"}
-    made = {"params", "shown_stop_token_ids", "generated_token_ids", "hides_logprobs", "lora_digest", "draft_model"}
+    made = {
+        "params",
+        "shown_stop_token_ids",
+        "generated_token_ids",
+        "hides_logprobs",
+        "lora_digest",
+        "draft_model",
+        "controls",
+    }
     own = set(GenerationRequest.__dataclass_fields__) - made
     assert targets == ends | own | {control.name for control in sampling_controls(SamplingParams) if control.paths}
     for row in FIELDS:

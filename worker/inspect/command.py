@@ -152,7 +152,7 @@ async def _shown(options: argparse.Namespace, arguments: Arguments, recorded: Re
             lines = [f"engine: {model.server.engine} {model.server.version}, computed by {model.server.computed_by}"]
         else:
             requests = _receipt_requests(options, model, recorded)
-            lines = notes(model.server, recorded.receipt)
+            lines = notes(model.server, recorded.receipt, model.chains.catalog)
         recordings = [await _recorded(model, each, options.top) for each in requests]
     status = EXIT_SHOWN
     if recorded is not None:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from worker.errors import shown
+from worker.requests.continuation import NO_DIGESTS, ControlDigests
 from worker.requests.receipts import TokenDigest
 from worker.requests.request import GenerationRequest
 
@@ -25,8 +26,9 @@ MAX_SEED = 2**64 - 1
 MAX_OWNER = 256
 
 _OF = " of "
-"""Stands between the parts of an owner's name. Workers of versions that had no second part take it
-for more of the name, and go on with each other's answers.
+_WITH = " with "
+"""These stand between the parts of an owner's name. Workers of versions that had fewer of them take
+them for more of the name, and go on with each other's answers.
 """
 
 
@@ -40,8 +42,8 @@ class Boundary:
         max_tokens: Most tokens of the whole answer.
         min_tokens: Fewest tokens of the whole answer; None if the client did not say.
         seed: Seed of the random numbers, the client's or one that the first worker chose.
-        owner: Name of the last writer: one request in one worker, and the model that it has loaded;
-            see `owner_of`.
+        owner: Name of the last writer: one request in one worker, its part in the controls of the
+            request, and the model that it has loaded; see `owner_of`.
         attempts: Workers that have taken the request on and have neither finished nor released it;
             the owner is among them.
         numerics: Numerics that the answer is computed with; see `EngineInfo.made_by`.
@@ -121,18 +123,28 @@ class Boundary:
         )
 
     def difference(
-        self, numerics: str, kv_dtype: str, weights: str = "", adapter: str = "", model: str = ""
+        self,
+        numerics: str,
+        kv_dtype: str,
+        weights: str = "",
+        adapter: str = "",
+        model: str = "",
+        controls: ControlDigests = NO_DIGESTS,
     ) -> str | None:
         """Difference of this worker from the one that began the answer; None if there is none.
 
         Where they differ, the answer would be one that neither of them gives. Models are those of
-        weights that no update has changed; a digest of updated ones says all.
+        weights that no update has changed; a digest of updated ones says all. Controls are those of
+        the request here.
         """
         ours = {"numerics": numerics, "kv_dtype": kv_dtype, "weights": weights, "adapter": adapter}
         theirs = {name: getattr(self, name) for name in ours}
-        begun_with = self.owner.partition(_OF)[2]
+        writer, _, begun_with = self.owner.partition(_OF)
         if model and begun_with and not self.weights:
             ours["model"], theirs["model"] = model, begun_with
+        other = controls.difference(ControlDigests.from_text(writer.partition(_WITH)[2]))
+        if other is not None:
+            name, ours[name], theirs[name] = other
         for name, here in ours.items():
             if (there := theirs[name]) != here:
                 return f"{name} is {there!r} on the worker that began the answer and {here!r} on this one"
@@ -180,14 +192,16 @@ class Boundary:
             raise ValueError(f"is_answered is {shown(self.is_answered)}")
 
 
-def owner_of(worker: str, model: str) -> str:
+def owner_of(worker: str, model: str, controls: ControlDigests = NO_DIGESTS) -> str:
     """Name of an owner.
 
     Args:
         worker: Name of one request in one worker.
         model: Digest of the checkpoint that the worker has loaded, empty if there is none.
+        controls: The worker's part in the controls of the request.
     """
-    return f"{worker}{_OF}{model}" if model else worker
+    digests = str(controls)
+    return worker + (f"{_WITH}{digests}" if digests else "") + (f"{_OF}{model}" if model else "")
 
 
 def _digest(values: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from worker.migration.boundary_record import BoundaryRecord
 from worker.migration.named_store import make_store
 from worker.migration.record_store import TIMEOUT_S, RecordStore
 from worker.migration.store import TTL_S, BoundaryStore
+from worker.requests.continuation import CANNOT_GO_ON
 from worker.requests.request import GenerationRequest
 
 MAX_CRASHES = 2
@@ -52,6 +53,7 @@ class BoundaryRecords:
         self._live: set[BoundaryRecord] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._numerics = self._kv_dtype = self._model = ""
+        self._context_length: int | None = None
         self._weights: Callable[[], str] = str
 
     @property
@@ -73,6 +75,7 @@ class BoundaryRecords:
             model: Digest of the checkpoint that it has loaded, empty if there is none.
         """
         self._numerics, self._kv_dtype, self._weights, self._model = info.made_by, info.kv_dtype, weights, model
+        self._context_length = info.context_length
 
     async def begin(self, request_id: str, request: GenerationRequest) -> BoundaryRecord:
         """The record of a request that is about to be served, with the request that it is.
@@ -84,8 +87,8 @@ class BoundaryRecords:
         Raises:
             BoundaryStoreUnavailable: the store cannot be read.
             PoisonRequest: `MAX_CRASHES` workers have died with it.
-            InvalidRequest: it is a continuation, and this worker computes other bits than the one
-                before.
+            InvalidRequest: it is a continuation, and this worker would give another answer than the
+                one before.
         """
         key = self.key_of(request_id, request.lora_name)
         for found_key, found in await self._found(request_id, request.lora_name):
@@ -124,10 +127,12 @@ class BoundaryRecords:
 
     def _continuation(self, request: GenerationRequest, found: Boundary) -> GenerationRequest:
         """See `continuation`; a prefill worker is asked for one token more than there are."""
-        ours = (self._numerics, self._kv_dtype, self._weights(), request.beside_model, self._model)
+        ours = (self._numerics, self._kv_dtype, self._weights(), request.beside_model, self._model, request.controls)
         difference = found.difference(*ours)
+        if difference is None and self._answering is None and self._context_length is not None:
+            difference = _shortened(found, self._context_length)
         if difference is not None:
-            raise InvalidRequest("request id", f"its answer cannot go on here: {difference}")
+            raise InvalidRequest("request id", f"{CANNOT_GO_ON}: {difference}")
         num_generated = len(request.prompt_token_ids) - found.prompt_length
         self.num_continued += 1
         self.num_replayed_tokens += num_generated
@@ -138,7 +143,7 @@ class BoundaryRecords:
     def _record(
         self, key: str, request: GenerationRequest, num_crashes: int = 0, previous: Boundary | None = None
     ) -> BoundaryRecord:
-        owner = owner_of(f"{self._worker}-{next(self._numbers)}", self._model)
+        owner = owner_of(f"{self._worker}-{next(self._numbers)}", self._model, request.controls)
         draft = Boundary.of(request, 0, owner, num_crashes + 1, self._numerics, self._kv_dtype, self._weights())
         answers = self._answering is None
         return BoundaryRecord(self._store, self._live, key, request, draft, previous, answers=answers)
@@ -166,6 +171,14 @@ def records_of(arguments: Arguments) -> BoundaryRecords | None:
     if arguments.disaggregation_mode == "prefill":
         return BoundaryRecords(store, json.dumps([*pool, "prefill"]), answering=json.dumps(pool))
     return BoundaryRecords(store, json.dumps(pool))
+
+
+def _shortened(found: Boundary, context_length: int) -> str | None:
+    """The difference of a worker whose context has no room for the whole answer; None if it has."""
+    room = context_length - found.prompt_length
+    if found.max_tokens <= room:
+        return None
+    return f"max_tokens is {found.max_tokens} on the worker that began the answer and at most {room} on this one"
 
 
 def _key(pool: str, request_id: str, lora_name: str | None) -> str:

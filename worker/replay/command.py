@@ -83,7 +83,7 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
         async with started(arguments) as engine:
             asked = _asked(options, arguments, recorded, engine.server, engine.chains)
             replayed = await engine.replay(*asked, receipt.generated_tokens, lora_name)
-            return _tell(replayed, engine.server, receipt)
+            return _tell(replayed, engine.server, receipt, engine.chains)
     async with loaded(arguments, lora_name) as model:
         check_weights(receipt, model.weights_digest)
         asked = _asked(options, arguments, recorded, model.server, model.chains)
@@ -92,7 +92,11 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
             answer = read_answer(options.answer_file, receipt, ends)
             found = await decisions(model, *asked, answer)
             with standard_output():
-                print(*notes(model.server, receipt), *lines(found, receipt, model.tokenizer), sep="\n")
+                print(
+                    *notes(model.server, receipt, model.chains.catalog),
+                    *lines(found, receipt, model.tokenizer),
+                    sep="\n",
+                )
             return EXIT_EQUAL if hold(found, receipt) else EXIT_DIFFERENT
         hidden = recorded.request.hidden_end_ids
         request, tap = await model.request("replay", *asked, hidden), None
@@ -101,7 +105,7 @@ async def _main(options: argparse.Namespace, arguments: Arguments, recorded: Rec
             tap = model.tap(request, copy, positions=(options.position,))
         replayed = replay(model.stepper, request, receipt.generated_tokens, tap)
         effects = [] if tap is None else _effects(tap, options.position, request, model.tokenizer)
-    return _tell(replayed, model.server, receipt, effects)
+    return _tell(replayed, model.server, receipt, model.chains, effects)
 
 
 def _asked(
@@ -118,10 +122,16 @@ def _asked(
     return prompt, recorded.params, selection, recorded.request.choice
 
 
-def _tell(replayed: Replayed, server: ServerRecord, receipt: RecordedReceipt, effects: Sequence[str] = ()) -> int:
+def _tell(
+    replayed: Replayed,
+    server: ServerRecord,
+    receipt: RecordedReceipt,
+    chains: ServedChainBuilder,
+    effects: Sequence[str] = (),
+) -> int:
     """Print the result; the exit status."""
     with standard_output():
-        print(*notes(server, receipt), verdict(replayed, receipt), *effects, sep="\n")
+        print(*notes(server, receipt, chains.catalog), verdict(replayed, receipt), *effects, sep="\n")
     return EXIT_EQUAL if is_equal(replayed, receipt) else EXIT_DIFFERENT
 
 

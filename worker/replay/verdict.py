@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from adapters.catalog import Catalog
 from worker.errors import ConfigurationError
 from worker.replay.recorded import RecordedReceipt
 from worker.replay.run import Replayed
@@ -84,8 +85,14 @@ def is_equal(replayed: Replayed, receipt: RecordedReceipt) -> bool:
     return len(tokens) == receipt.generated_tokens and str(TokenDigest(tokens)) == receipt.answer_digest
 
 
-def notes(server: ServerRecord, receipt: RecordedReceipt) -> list[str]:
-    """Lines on the engine, and on reasons why tokens may differ though nothing is wrong."""
+def notes(server: ServerRecord, receipt: RecordedReceipt, catalog: Catalog) -> list[str]:
+    """Lines on the engine, and on reasons why tokens may differ though nothing is wrong.
+
+    Args:
+        server: Record of the engine that makes the answer again.
+        receipt: The receipt.
+        catalog: The processors here.
+    """
     was = receipt.engine
     lines = [f"engine: {server.engine} {server.version}, computed by {server.computed_by}"]
     if receipt.numerics != "exact":
@@ -97,6 +104,13 @@ def notes(server: ServerRecord, receipt: RecordedReceipt) -> list[str]:
     ):
         if then != now:
             lines.append(f"note: engine.{name} was {then!r} and is {now!r} here: tokens may differ")
+    for place, record in enumerate(receipt.processors):
+        processor = record.get("name")
+        is_known = isinstance(processor, str) and processor in catalog
+        here = catalog[processor].processor.version if is_known else None
+        if here is not None and record.get("version") != here:
+            told = f"{processor} was of version {record.get('version')} and is of version {here} here"
+            lines.append(f"note: processors[{place}].version: {told}: tokens may differ")
     return lines
 
 

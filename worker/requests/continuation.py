@@ -12,14 +12,67 @@ CONTINUES = (
     "The last `generated_tokens` of token_ids are the answer's so far: it goes on as on the worker that generated "
     "them, with `seed` and the budgets of the whole answer; refused where `numerics`, `kv_dtype`, or the digests "
     "`weights` and `adapter` (absent for weights as they were at the start, and for no adapter) are others than this "
-    "worker's. Clients of OpenEngine send it; Dynamo's frontend does not."
+    "worker's; or where `controls` (absent where they are not known) are, the digests of what a worker adds to a "
+    "request's controls. Clients of OpenEngine send it; Dynamo's frontend does not."
 )
 """Effect of the field ``continues``, a row of `docs/request.md`."""
 
 
 COMPUTED_WITH = "computed_with"
 """Annotation, and key in ``engine_data``: the digests that the newest token of a chunk was computed
-with, the fields `Continuation.weights` and `Continuation.adapter`; absent where both are empty."""
+with, the fields `Continuation.weights` and `Continuation.adapter`, and in an answer's first chunk
+with tokens `Continuation.controls`; absent where all are empty."""
+
+CANNOT_GO_ON = "its answer cannot go on here"
+"""Part of the refusal of a request whose answer another worker began, which computes otherwise. The
+same request under another id is served.
+"""
+
+_BETWEEN = "/"
+"""Stands between the parts of `ControlDigests` as text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControlDigests:
+    """Digests of a worker's part in the controls of one request; both are empty where it is not
+    known. `worker.requests.control_digests` makes them.
+
+    Attributes:
+        added_controls: Digest of what the operator's policy, ``generation_config.json``, the
+            model's end tokens, its thinking tags and, behind OpenEngine, its context add to it.
+        processor_versions: Digest of the versions of the processors that the request has, by name
+            or by field, those that are added among them.
+    """
+
+    added_controls: str = ""
+    processor_versions: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.added_controls}{_BETWEEN}{self.processor_versions}" if self.added_controls else ""
+
+    @classmethod
+    def from_text(cls, text: str) -> ControlDigests:
+        """The digests in a text; those that are not known where it is of another form."""
+        parts = text.split(_BETWEEN)
+        return cls(*parts) if len(parts) == 2 and all(parts) else cls()
+
+    def difference(self, there: ControlDigests) -> tuple[str, str, str] | None:
+        """The first of the digests that differs from one of another worker's.
+
+        Returns:
+            Its name, its value here and its value there; None if both are the same, or if those of
+            a worker are not known.
+        """
+        if self.added_controls and there.added_controls:
+            for field in dataclasses.fields(self):
+                values = getattr(self, field.name), getattr(there, field.name)
+                if values[0] != values[1]:
+                    return field.name, *values
+        return None
+
+
+NO_DIGESTS = ControlDigests()
+"""Digests that are not known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +86,7 @@ class Continuation:
         weights: Digest of the weights of its newest token, empty for those of the start; see
             `worker.engines.weights.WeightVersion`.
         adapter: See `worker.requests.request.GenerationRequest.beside_model`.
+        controls: `ControlDigests` of that worker as text, empty where they are not known.
     """
 
     generated_tokens: int
@@ -40,6 +94,7 @@ class Continuation:
     kv_dtype: str
     weights: str = ""
     adapter: str = ""
+    controls: str = ""
 
     def check(self, num_tokens: int, seed: int | None, numerics: str, kv_dtype: str) -> None:
         """Raises `InvalidRequest` where the answer would not go on as it began.
@@ -67,6 +122,17 @@ class Continuation:
         """
         self._compare(weights=weights, adapter=adapter)
 
+    def check_controls(self, controls: ControlDigests) -> None:
+        """Raises `InvalidRequest` where the answer would go on under other controls.
+
+        Args:
+            controls: Digests of this request on the worker that is to go on.
+        """
+        difference = controls.difference(ControlDigests.from_text(self.controls))
+        if difference is not None:
+            name, here, there = difference
+            raise InvalidRequest("continues.controls", f"{name} must be {here!r}, this worker's, got {shown(there)}")
+
     def _compare(self, **ours: str) -> None:
         for name, here in ours.items():
             there = getattr(self, name)
@@ -82,7 +148,7 @@ def continuation(path: str, value: Any) -> Continuation:
     """The continuation that a field of a request says. Raises `InvalidRequest`."""
     if not isinstance(value, Mapping) or not _NEEDED <= set(value) <= set(_NAMES):
         needed = ", ".join(name for name in _NAMES if name in _NEEDED)
-        others = " and ".join(name for name in _NAMES if name not in _NEEDED)
+        others = ", ".join(name for name in _NAMES if name not in _NEEDED)
         raise InvalidRequest(path, f"must be an object of {needed}, and perhaps {others}, got {shown(value)}")
     number = value["generated_tokens"]
     if type(number) is not int or number < 1:

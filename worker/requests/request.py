@@ -13,7 +13,7 @@ from typing import Any
 from worker.engines.images import FIELD as IMAGES
 from worker.engines.images import ImageInput
 from worker.errors import PROMPT_TOO_LONG, InvalidRequest, shown
-from worker.requests.continuation import Continuation
+from worker.requests.continuation import NO_DIGESTS, Continuation, ControlDigests
 from worker.requests.fields import logprobs_mode, request_fields, sections_of
 from worker.sampling import MAX_LOGPROBS, SamplingParams, sampling_controls
 
@@ -86,6 +86,8 @@ class GenerationRequest:
         is_probe: Whether this is the runtime's health probe.
         continues: Part of the answer that another worker generated, as its client says it; None if
             it says nothing.
+        controls: This worker's part in its controls, set by `Preparation` where an answer may go on
+            elsewhere, or comes from there.
     """
 
     prompt_token_ids: list[int]
@@ -109,6 +111,7 @@ class GenerationRequest:
     prefill_result: Mapping[str, Any] | None = None
     is_probe: bool = False
     continues: Continuation | None = None
+    controls: ControlDigests = NO_DIGESTS
 
     @property
     def token_ids(self) -> list[int]:

@@ -70,6 +70,7 @@ class ResponseBuilder:
         self._scores: dict[str, Any] = {}
         self._adapter = request.beside_model
         self._tells_digests = COMPUTED_WITH in request.annotations
+        self._controls = str(request.controls)
         self.weights = weights or TokenWeights()
 
     def chunk(self, delta: TokenDelta) -> dict[str, Any]:
@@ -107,9 +108,10 @@ class ResponseBuilder:
             hidden = len(delta.sampled_ids) - shown if self._rollout.is_wanted else 0  # an end token
             data[WEIGHTS] = self.weights.as_json(self.num_generated_tokens + hidden)
         if self._tells_digests and chunk["token_ids"]:
-            weights = self.weights.digest
-            if weights or self._adapter:
-                data[COMPUTED_WITH] = {"weights": weights, "adapter": self._adapter}
+            digests = {"weights": self.weights.digest, "adapter": self._adapter, "controls": self._controls}
+            self._controls = ""  # they stay as they are
+            if any(digests.values()):
+                data[COMPUTED_WITH] = {name: digest for name, digest in digests.items() if digest}
         if data:
             chunk["engine_data"] = data
         if delta.finish_reason is not None:

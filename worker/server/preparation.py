@@ -19,6 +19,8 @@ from worker.engines.request import KvPart
 from worker.errors import InvalidRequest, shown
 from worker.processors.builder import ServedChainBuilder
 from worker.processors.smoke import SmokeTest
+from worker.requests.continuation import COMPUTED_WITH, ControlDigests
+from worker.requests.control_digests import control_digests
 from worker.requests.fields import SEED_BITS
 from worker.requests.receipts import RequestReceipt, ServerRecord
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
@@ -44,14 +46,19 @@ class Preparation:
         role: str,
         smoke: SmokeTest | None,
         defaults: SamplingDefaults,
+        *,
+        has_records: bool = False,
     ) -> None:
-        """``server`` is the record of the worker in receipts; ``role`` its disaggregation mode."""
+        """``server`` is the record of the worker in receipts; ``role`` its disaggregation mode;
+        ``has_records`` says whether there are boundary records.
+        """
         self.info = info
         self.chains = chains
         self._server = server
         self._role = role
         self._smoke = smoke
         self._defaults = defaults
+        self._has_records = has_records
         self._limits = RequestLimits(
             info.context_length,
             info.vocab_size,
@@ -96,7 +103,8 @@ class Preparation:
         except BaseException:
             await chains.close()
             raise
-        return cls(info, chains, server, arguments.disaggregation_mode, test, defaults)
+        has_records = arguments.migration == "on"
+        return cls(info, chains, server, arguments.disaggregation_mode, test, defaults, has_records=has_records)
 
     @property
     def model_digest(self) -> str:
@@ -122,9 +130,26 @@ class Preparation:
         selection = self.chains.select(request, metadata)
         if self.info.draft_model and self.chains.needs_draft_model(selection):
             request = replace(request, draft_model=self.info.draft_model)
+        if self._has_records or request.continues is not None or COMPUTED_WITH in request.annotations:
+            request = replace(request, controls=self._controls(request, selection))
         if request.continues is not None:
             request.continues.check_digests(weights, request.beside_model)
+            request.continues.check_controls(request.controls)
         return request, selection
+
+    def _controls(self, request: GenerationRequest, selection: Selection) -> ControlDigests:
+        """The worker's part in the controls of a request."""
+        builder = self.chains.builder
+        is_whole = request.continues is not None or COMPUTED_WITH in request.annotations  # of OpenEngine
+        return control_digests(
+            request.params,
+            selection,
+            catalog=builder.catalog,
+            model=builder.model,
+            defaults=self._defaults,
+            end_token_ids=self.info.eos_token_ids,
+            max_tokens=request.params.max_tokens if is_whole else None,
+        )
 
     def _digest(self, lora_name: str) -> str:
         """Digest of the adapter of this name. Raises `InvalidRequest` if there is none."""

@@ -36,6 +36,7 @@ CONFIG = SimpleNamespace(
         tokenizer=None,
         logprobs_mode="raw_logprobs",
         dtype=torch.float32,
+        quantization=None,
         max_model_len=CONTEXT,
         get_vocab_size=lambda: VOCAB_SIZE,
         try_get_generation_config=lambda: {"eos_token_id": EOS},

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.engines.library_outputs import finite
-from worker.errors import InvalidRequest, RequestFailed, one_line
+from worker.errors import InvalidRequest, RequestFailed, one_line, shown
 
 VERSION = 1
 FIELD = "prefill_result.disaggregated_params"
@@ -43,6 +43,38 @@ _BYTES = "opaque_state"
 _LOGPROBS = "first_gen_log_probs"
 _TOKENS = frozenset({"first_gen_tokens", "draft_tokens"})
 _INTEGERS = frozenset({"ctx_request_id", "disagg_request_id", "ctx_dp_rank"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandOffFacts:
+    """Facts that must be the same on both sides of a hand-off: TensorRT-LLM compares none of them.
+
+    Attributes:
+        tensorrt_llm: Version of TensorRT-LLM.
+        model: Digest of the checkpoint; empty where it cannot be read.
+        dtype: Argument ``dtype`` of the library.
+        kv_cache_dtype: Argument ``kv_cache_config.dtype`` of the library.
+    """
+
+    tensorrt_llm: str
+    model: str
+    dtype: str
+    kv_cache_dtype: str
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequest` where a hand-off comes from a worker that is not like this one.
+
+        Args:
+            data: JSON data that `encode` made; that of an earlier version of this worker has none.
+        """
+        theirs = data.get("facts", {})
+        if not isinstance(theirs, Mapping):
+            raise InvalidRequest(f"{FIELD}.facts", f"must be a mapping, got {shown(theirs)}")
+        for field in dataclasses.fields(self):
+            ours, there = getattr(self, field.name), theirs.get(field.name, "")
+            if ours and there and ours != there:
+                problem = f"the prefill worker has {shown(there)}, and this decode worker {ours!r}"
+                raise InvalidRequest(f"{FIELD}.facts.{field.name}", problem)
 
 
 def complete(output: Any, given: Any) -> Any:

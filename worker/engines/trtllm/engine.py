@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -65,14 +67,17 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
 
     Args:
         config: Settings.
+        digest: Begins to compute the digest of the checkpoint, for hand-offs; None compares none.
     """
 
     library = "TensorRT-LLM"
     _requests: ReportedRequests
 
-    def __init__(self, config: TrtllmConfig) -> None:
+    def __init__(self, config: TrtllmConfig, digest: Callable[[], Future[str]] | None = None) -> None:
         super().__init__(ReportedRequests())
         self.config = config
+        self._digest = digest
+        self._facts: disaggregated_params.HandOffFacts | None = None
         self._package: Package | None = None
         self._served: Served | None = None
         self._adapters: Mapping[str, Any] = {}
@@ -102,6 +107,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         if self.config.role != "aggregated" and self.config.kv_devices is not None:
             os.environ[_DEVICES] = self.config.kv_devices  # of the cache transceiver, in the executor's process
         package = self._package = read_package()
+        digest = None if self._digest is None or self.config.role == "aggregated" else self._digest()
         context_length, eos_token_ids = checkpoint_facts(self.config.model_path)
         arguments = self.config.llm_arguments(package.llm_fields, package.version, context_length)
         arguments |= lora_argument(self.config.adapters, package)
@@ -145,6 +151,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             runs_all_processors=False,
             native_guides=self._native_guides(),
         )
+        if self.config.role != "aggregated":
+            self._facts = await self._hand_off_facts(package.version, digest)
         metrics = LibraryMetrics.load(self.config.served_model_name)
         watch = Watch(
             own_check(self._llm),
@@ -154,12 +162,23 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
             self.config.canary_timeout_s,
             self._break,
         )
-        self._reader = OutputReader(package, self._channel, watch, self._requests, self._break, metrics)
+        self._reader = OutputReader(package, self._channel, watch, self._requests, self._break, metrics, self._facts)
         self._reports = ExecutorReports(self._llm, metrics)
         self._tasks = [asyncio.create_task(watch.run()), asyncio.create_task(self._reports.poll_load())]
         if self.config.role != "aggregated":
             logger.warning("NVIDIA does not support logits processors with disaggregated serving: docs/tensorrt-llm.md")
         return self._info
+
+    async def _hand_off_facts(self, version: str, digest: Future[str] | None) -> disaggregated_params.HandOffFacts:
+        """What must be the same on both sides of a hand-off."""
+        options = self.config.options
+        model = ""
+        if digest is not None:
+            with contextlib.suppress(StartupError):  # it cannot be read as a whole: other facts are compared
+                model = await asyncio.wrap_future(digest)
+        cache = options.get("kv_cache_config") or {}
+        dtypes = str(options.get("dtype") or "auto"), str(cache.get("dtype") or "auto")
+        return disaggregated_params.HandOffFacts(version, model, *dtypes)
 
     async def _try_drafts(
         self, probes: ProbeRequests, vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -320,6 +339,8 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         assert self._package is not None
         from tensorrt_llm.executor.result import Logprob
 
+        if self._facts is not None:
+            self._facts.check(hand_off)
         given = disaggregated_params.decode(hand_off, self._package.disaggregated_params, Logprob)
         logprobs = handed_logprobs(hand_off)
         request.must_not_abort = True

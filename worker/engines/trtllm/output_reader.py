@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from adapters.trtllm.side_channel import SideChannel
@@ -29,6 +30,7 @@ class OutputReader:
         requests: The running requests.
         broken: Called with the reason when the executor is found dead.
         metrics: TensorRT-LLM's own metrics, None if the version has none.
+        facts: What a hand-off tells of this worker, None for an aggregated one.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class OutputReader:
         requests: ReportedRequests,
         broken: Callable[[str], None],
         metrics: LibraryMetrics | None,
+        facts: disaggregated_params.HandOffFacts | None = None,
     ) -> None:
         self._package = package
         self._channel = channel
@@ -46,6 +49,7 @@ class OutputReader:
         self._requests = requests
         self._broken = broken
         self._metrics = metrics
+        self._facts = {} if facts is None else {"facts": asdict(facts)}
 
     async def read(self, request: RunningRequest, *, is_prefill: bool, seed: int | None) -> None:
         """Convert the engine's outputs to the request's deltas until it ends.
@@ -106,7 +110,7 @@ class OutputReader:
             chain = request.chain
             logprobs = chain.first_logprobs() if chain is not None and chain.has_logprobs else None
             params = disaggregated_params.complete(choice, request.disaggregated_params)
-            request.kv = disaggregated_params.encode(params, seed=seed, logprobs=logprobs)
+            request.kv = disaggregated_params.encode(params, seed=seed, logprobs=logprobs, **self._facts)
         request.advance(output.outputs)
 
     def _heard(self, output: Any) -> None:

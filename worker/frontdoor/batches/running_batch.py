@@ -18,6 +18,7 @@ from worker.frontdoor.encoding import encoded
 from worker.frontdoor.error_forms import error_body
 from worker.frontdoor.errors import Refused
 from worker.requests.client_turns import ClientTurns
+from worker.requests.continuation import CANNOT_GO_ON
 
 Ask = Callable[[str, str, bytes, str], Awaitable[tuple[int, bytes]]]
 """Answers a request: the label of the client, the path, the body and the request id make the status
@@ -143,7 +144,7 @@ class RunningBatch:
                 status, body = found
                 num_broken += status in BROKEN
                 is_to_repeat = status in BUSY or (status in BROKEN and num_broken < MOST_BROKEN)
-                if not (is_to_repeat or _is_aborted(status, body)):
+                if not (is_to_repeat or _is_cut_off(status, body)):
                     written, counts = await asyncio.to_thread(_kept, body)
                     result = Result(place.number, status, request_id, written)
                     await self._store.do(self._store.batches.add_result, self._batch.id, result, counts)
@@ -182,9 +183,11 @@ class RunningBatch:
         return self._store.files.path(self._batch.input_file_id)
 
 
-def _is_aborted(status: int, body: bytes) -> bool:
-    """Whether a trainer has ended all requests in flight, to change the weights."""
-    return status >= 400 and ABORTED.encode() in body
+def _is_cut_off(status: int, body: bytes) -> bool:
+    """Whether an answer ended in the middle through no fault of its request: a trainer has ended
+    all in flight, to change the weights; or its worker left, and the others compute otherwise.
+    """
+    return status >= 400 and any(reason.encode() in body for reason in (ABORTED, CANNOT_GO_ON))
 
 
 def _kept(body: bytes) -> tuple[bytes, TokenCounts]:

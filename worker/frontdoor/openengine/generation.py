@@ -155,7 +155,10 @@ class Generation:
         if kind == "token":
             self.token_ids += [token.token_id for token in event.token.tokens]
             if event.HasField("computed_with"):
-                self.digests = {"weights": event.computed_with.weights, "adapter": event.computed_with.adapter}
+                told = event.computed_with
+                controls = told.controls or self.digests.get("controls", "")
+                digests = {"weights": told.weights, "adapter": told.adapter, "controls": controls}
+                self.digests = {name: digest for name, digest in digests.items() if digest}
             chunk = _tokens(event.token)
         else:
             chunk = _finished(event)

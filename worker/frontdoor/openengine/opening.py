@@ -29,7 +29,7 @@ def open_engines(options: Options) -> EngineFrontend:
     tokens = keys_in(options.upstream_token_file, "--upstream-token-file")
     access = Access(_certificates(options.upstream_ca_file), tokens[0] if tokens else None)
     prompts = Prompts.load(Path(options.model_path), None if template is None else Path(template))
-    workers = Workers([EngineWorker(address, access) for address in options.engines])
+    workers = Workers([EngineWorker(address, access, prompts.vocabulary.digest) for address in options.engines])
     return EngineFrontend(Engines(workers, prompts, None if parser is None else PARSERS[parser], int(time.time())))
 
 

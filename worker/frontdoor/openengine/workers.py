@@ -85,6 +85,8 @@ class EngineWorker:
     Args:
         address: Address of its gRPC server.
         access: Credentials.
+        tokens_digest: `Vocabulary.digest` of the tokenizer that prompts are made with; empty
+            compares none.
 
     Attributes:
         problem: Reason why it is given no request; empty if it is ready.
@@ -94,8 +96,9 @@ class EngineWorker:
         num_left: Answers that it has begun for this front door and could not end.
     """
 
-    def __init__(self, address: EngineAddress, access: Access) -> None:
+    def __init__(self, address: EngineAddress, access: Access, tokens_digest: str = "") -> None:
         self.address = address
+        self._tokens_digest = tokens_digest
         self.problem = "it has not answered yet"
         self.model: wire.ModelInfo | None = None
         self.adapters: frozenset[str] = frozenset()
@@ -199,6 +202,10 @@ class EngineWorker:
         if self.model.supports_lora:
             await self._list_adapters()
         told = dict(info.extra)
+        theirs = told.get("tokens_digest", "")
+        if theirs and self._tokens_digest and theirs != self._tokens_digest:
+            self.failed(f"its tokens have the digest {theirs}, those of --model-path here {self._tokens_digest}")
+            return
         self._kind = Kind(told["numerics"], told["kv_dtype"], told.get("model_digest", ""))
         self._instance, self.problem = info.instance_id, ""
         logger.info("worker %s serves %s", self.address, self.model.served_model_name)

@@ -54,10 +54,13 @@ def server_info(server: RequestServer, instance_id: str) -> wire.ServerInfo:
 
 
 def _computed_with(server: RequestServer) -> dict[str, str]:
-    """All that answers of a worker depend on: one goes on only where it is the same."""
+    """All that answers of a worker depend on: one goes on only where it is the same. And the tokens
+    that its clients' tokenizer must have.
+    """
     assert server.preparation is not None
     info, digest = server.info, server.preparation.model_digest
-    return {"numerics": info.made_by, "kv_dtype": info.kv_dtype, "model_digest": digest}
+    tokens = server.chains.vocabulary.digest
+    return {"numerics": info.made_by, "kv_dtype": info.kv_dtype, "model_digest": digest, "tokens_digest": tokens}
 
 
 def model_info(server: RequestServer) -> wire.ModelInfo:

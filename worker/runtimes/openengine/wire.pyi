@@ -318,12 +318,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptOutput, _Mapping]] = ..., token: _Optional[_Union[TokenOutput, _Mapping]] = ..., prefill_ready: _Optional[_Union[PrefillReady, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., engine_data: _Optional[str] = ..., computed_with: _Optional[_Union[ComputedWith, _Mapping]] = ...) -> None: ...
 
 class ComputedWith(_message.Message):
-    __slots__ = ("weights", "adapter")
+    __slots__ = ("weights", "adapter", "controls")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CONTROLS_FIELD_NUMBER: _ClassVar[int]
     weights: str
     adapter: str
-    def __init__(self, weights: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    controls: str
+    def __init__(self, weights: _Optional[str] = ..., adapter: _Optional[str] = ..., controls: _Optional[str] = ...) -> None: ...
 
 class PromptOutput(_message.Message):
     __slots__ = ("tokens",)
