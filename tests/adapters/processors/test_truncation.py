@@ -218,6 +218,13 @@ def test_no_deviation_of_a_penalised_row_keeps_the_highest() -> None:
 
 
 @few
+@given(tied_rows, st.floats(0, 20), st.sampled_from([-100, -70, 70, 100]))
+def test_top_n_sigma_is_the_same_at_any_scale(row, n, exponent) -> None:
+    """Squares of what is small, or large, are beyond float32."""
+    assert kept(shaped(row * 2.0**exponent, make(TopNSigma, n))) == kept(shaped(row, make(TopNSigma, n)))
+
+
+@few
 @given(tied_rows, st.sampled_from([(Temperature, 0.0), (Temperature, 9e-6), (TopK, 1), (TopP, 0.0)]))
 def test_greedy_values_keep_the_lowest_of_the_most_likely_ids(row, greedy) -> None:
     result = shaped(row, make(*greedy))
