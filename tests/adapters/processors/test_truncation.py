@@ -211,7 +211,7 @@ def test_top_n_sigma_is_the_formula_over_the_finite_logits(row, n) -> None:
 
 
 def test_no_deviation_of_a_penalised_row_keeps_the_highest() -> None:
-    """Squares of DRY's largest penalty are beyond float32."""
+    """Squares of such penalties are beyond float32."""
     row = torch.tensor([1.0, 3.0, -3.4e38, 3.0, -3.4e38])
     assert kept(shaped(row, make(TopNSigma, 0.0))) == {1, 3}
     assert kept(shaped(row, make(TopNSigma, 1.0))) >= {0, 1, 3}
