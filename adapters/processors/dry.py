@@ -10,10 +10,10 @@ from pydantic import Field
 
 from adapters.contract import ArgumentError, Bias, Context, Edit, ProcessorArgs, Reads, Stage, SteeringProcessor
 from adapters.processors.arguments import Count
+from adapters.processors.length import LARGEST
 from adapters.processors.suffixes import SuffixAutomaton
 from adapters.vocabulary import byte_index
 
-_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _LN_FLOAT32_MAX = 88.72
 """Natural logarithm of the largest float32, rounded down: a larger exponent would overflow."""
 
@@ -33,8 +33,8 @@ class Dry(SteeringProcessor):
     let ``rep`` be the length of the longest suffix of the context that also occurs earlier in it,
     followed by x. Where ``rep >= allowed_length``: ``z_x <- z_x - multiplier * base ** min(rep -
     allowed_length, max_exponent)``, max_exponent = min(floor(88.72 / ln base), 512), and the
-    penalty is at most the largest float32. The context is prompt and generated, its last ``range``
-    tokens if ``range`` is not 0; both occurrences are inside it.
+    penalty is at most 1e30: no temperature makes a ban of it. The context is prompt and generated,
+    its last ``range`` tokens if ``range`` is not 0; both occurrences are inside it.
 
     A breaker is a text. The suffix begins after the last token that completes a breaker, wherever
     token boundaries fall, and a token that holds a whole breaker is never penalised.
@@ -46,6 +46,7 @@ class Dry(SteeringProcessor):
     """
 
     name = "dry"
+    version = 2  # a penalty is at most 1e30
     once = True  # a prompt's automaton costs more time and memory than any other processor's admission
     stage = Stage.PENALTY
     reads = Reads.PROMPT_AND_GENERATED
@@ -124,7 +125,7 @@ class Dry(SteeringProcessor):
         }
 
     def _penalty(self, length: int) -> float:
-        return min(_FLOAT32_MAX, self._multiplier * self._base ** min(length - self._shortest, self._max_exponent))
+        return min(LARGEST, self._multiplier * self._base ** min(length - self._shortest, self._max_exponent))
 
 
 class _Breakers:

@@ -28,6 +28,7 @@ from adapters.sampling.truncation import (
     keep_share,
     keep_top_k,
     keep_top_p,
+    rounded_up,
     take,
     total_weights,
     weights_of_rows,
@@ -238,7 +239,7 @@ class TopNSigma(_RowWise):
     """
 
     name = "top_n_sigma"
-    version = 2  # no deviation is infinite
+    version = 3  # no deviation is infinite, nor 0 where logits differ
     stage = Stage.TRUNCATION
 
     class Args(ProcessorArgs):
@@ -253,11 +254,13 @@ class TopNSigma(_RowWise):
         finite = logits > -torch.inf
         count = finite.sum(-1, keepdim=True)
         below = (logits - highest).masked_fill_(~finite, 0.0)
+        exponents = torch.frexp(below.amin(-1, keepdim=True)).exponent.clamp_(-126, 126)
+        below.mul_(torch.ldexp(torch.ones_like(highest), -exponents))  # else float32 may lack the squares
         mean = row_sums(below) / count
         squares = (below - mean).square_().masked_fill_(~finite, 0.0)
-        sigma = (row_sums(squares) / count).sqrt_().clamp_(max=torch.finfo(logits.dtype).max)  # 0 * inf is NaN
-        cuts = highest - column([p.n for p in processors], logits) * sigma
-        logits.masked_fill_(logits < cuts, -torch.inf)
+        sigma = torch.ldexp((row_sums(squares) / count).sqrt_().double(), exponents)
+        cuts = highest.double() - _column([p.n for p in processors], logits) * sigma
+        logits.masked_fill_(logits < rounded_up(cuts, logits.dtype), -torch.inf)
 
 
 class EpsilonCutoff(_RowWise):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 
 from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta, TokenLogprob
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
+from worker.engines.embedded.logits_tap import UnusableRow
 from worker.engines.embedded.offline import Engine
+from worker.engines.embedded.sampling.truncation import Controls
+from worker.engines.embedded.training import _AnswerTap
 from worker.errors import Draining, InvalidRequest
 from worker.sampling import SamplingParams
 
@@ -205,3 +209,28 @@ def test_no_tap_is_left_of_a_request_that_ends_at_a_shut_gate() -> None:
     engine.shut_gate()
     assert engine.abort("one") is not None
     assert not engine._tapped
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_no_number_ends_its_request_alone(value: float, caplog: pytest.LogCaptureFixture) -> None:
+    """The rows that its answer is sampled from are finite."""
+    model = engine_doubles.ScriptedModel()
+    model.by_token[9, 40] = value
+    wanted = SamplingParams(max_tokens=2, prompt_logprobs=1)
+    engine = engine_doubles.stepper(model)
+    for name, prompt in (("one", [5, 9, 7]), ("other", [5, 8, 7])):
+        engine.add(engine_doubles.request(model, name, prompt, wanted))
+    ends = {}
+    while not engine.scheduler.is_idle:
+        ends |= {output.request_id: output for output in engine.step() if output.finish_reason is not None}
+    assert ends["one"].error == "token 2 has no log probability: the row of logits holds NaN or +inf"
+    assert ends["other"].error is None
+    assert not caplog.records
+
+
+def test_a_rollouts_row_that_is_no_number_is_an_error() -> None:
+    rows = torch.zeros(3, 8)
+    rows[1, 7] = math.inf
+    for controls in (None, Controls(temperature=0.5)):
+        with pytest.raises(UnusableRow, match="token 2 has no log probability"):
+            _AnswerTap(1, [3, 4, 5], (7,), controls).see_prompt(0, rows)

@@ -131,6 +131,31 @@ def test_the_frontends_rounding_is_undone() -> None:
     assert found["text_offset"] == [4]
 
 
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.sampled_from(["a", " a", "b", "ba", "\n", " ", "é", "\ufffd", "a\ufffd"]), min_size=1, unique=True),
+    st.sampled_from(["c", " b a", "\n\n", "<b>"]),
+    st.booleans(),
+)
+def test_a_token_as_likely_as_alternatives_is_itself(others: list[str], token: str, as_map: bool) -> None:
+    """Logits of 16 bits tie often."""
+    tops = dict.fromkeys(others, -1.25)
+    listed = [{"token": text, "logprob": value} for text, value in tops.items()]
+    chunk = {"tokens": [token], "token_logprobs": [-1.25], "top_logprobs": [tops if as_map else listed]}
+    found = of_answer(chunk, Offsets())
+    assert found["tokens"] == [token]
+    assert found["top_logprobs"] == [{token: -1.25, **tops}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(" a", "a"), ("a", " a"), ("", "<end>"), ("é", "\ufffd"), ("\ufffdab", "ab")]
+)
+def test_a_token_has_the_text_that_it_has_alone(name: str, text: str) -> None:
+    chunk = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [[{"token": text, "logprob": -1.0 + 1e-9}]]}
+    assert of_answer(chunk, Offsets())["tokens"] == [text]
+    assert of_answer(chunk, Offsets())["token_logprobs"] == [-1.0 + 1e-9]
+
+
 def test_parts_of_characters_have_the_text_that_they_have_alone() -> None:
     """The frontend withholds them, and gives them to the token that follows."""
     tops = [[{"token": "\ufffd", "logprob": -1.0}], [{"token": "a", "logprob": -2.0}, {"token": "b", "logprob": -2.5}]]

@@ -745,6 +745,15 @@ def test_no_stop_strings_ask_for_nothing(path: str) -> None:
     assert sent(path, stop=[], seed=1) == {**BASE[path], "seed": 1}
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1])
+def test_every_seed_is_one_that_a_frontend_reads(path: str, seed: int) -> None:
+    """Its integers of 64 bits have a sign."""
+    found = sent(path, seed=seed)["seed"]
+    assert -(2**63) <= found < 2**63
+    assert found % 2**64 == seed % 2**64
+
+
 @pytest.mark.parametrize("without", [{}, {"content": None}], ids=["absent", "null"])
 def test_a_returned_tool_call_without_content_has_an_empty_text(without: dict[str, None]) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -43,6 +43,8 @@ _ROOM_OF_OTHERS = 64
 TOO_DEEP = "the body is nested too deep"
 HALF_A_PAIR = "the body has half of a surrogate pair"
 
+_SIGNED = 2**63
+
 _MARK_BITS = 256
 """Bits of a random number that no client can have written into its request."""
 
@@ -149,6 +151,7 @@ def _rewrite(
     given |= _with_selection(fields, processors, headers, catalog)
     given |= _without_idle_fields(table, fields)
     given |= _with_whole_stream_options(fields)
+    given |= _with_signed_seed(fields)
     return given or len(fields) != num_fields
 
 
@@ -270,6 +273,17 @@ def _without_idle_fields(table: Mapping[str, ClientField], fields: Body) -> bool
     for name in idle:
         del fields[name]
     return bool(idle)
+
+
+def _with_signed_seed(fields: Body) -> bool:
+    """Make a seed the integer of 64 bits with a sign that it equals modulo 2^64: Dynamo's frontend
+    reads no other; whether that changed ``fields``.
+    """
+    seed = fields.get("seed")
+    if seed is None or seed < _SIGNED:
+        return False
+    fields["seed"] = seed - 2 * _SIGNED
+    return True
 
 
 def _with_whole_stream_options(fields: Body) -> bool:

@@ -22,9 +22,11 @@ from adapters.contract import ArgumentError, Bias, Context, Force
 from adapters.processors import repetition
 from adapters.processors.dry import Dry
 from adapters.processors.ngrams import PromptNgrams, draw_base
+from adapters.processors.penalties import RepetitionPenalty
 from adapters.processors.repetition import LoopStop, NoRepeatNgram
 from adapters.processors.suffix_states import SuffixStates
 from adapters.processors.suffixes import SuffixAutomaton
+from adapters.processors.truncation import Temperature
 from adapters.vocabulary import Vocabulary
 
 few = settings(max_examples=examples(50), deadline=None)
@@ -313,11 +315,22 @@ def penalty_in_a_loop(length, **changes):
 def test_dry_penalty_stays_finite_however_long_the_repeat() -> None:
     assert penalty_in_a_loop(3, base=2.0) == {4: -1.0}
     assert penalty_in_a_loop(5, base=2.0) == {4: -4.0}
-    assert penalty_in_a_loop(400, base=2.0) == {4: -(2.0**127)}
-    longest = torch.finfo(torch.float32).max
-    assert penalty_in_a_loop(400, base=2.0, multiplier=1000.0) == {4: -longest}
+    assert penalty_in_a_loop(101, base=2.0) == {4: -(2.0**98)}
+    assert penalty_in_a_loop(400, base=2.0) == {4: pytest.approx(-1e30, rel=1e-6)}
+    assert penalty_in_a_loop(400, base=16.0, multiplier=1000.0) == {4: pytest.approx(-1e30, rel=1e-6)}
     assert penalty_in_a_loop(400, base=1.0, allowed_length=1) == {4: -1.0}
     assert penalty_in_a_loop(2000, base=1.01)[4] == pytest.approx(-(1.01**512), rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.3, 1.0, 100.0])
+@pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
+def test_dry_is_no_ban_at_any_temperature(temperature, penalty) -> None:
+    """Where a mask leaves the repeated token alone, it is sampled."""
+    dry = Dry(Dry.Args(multiplier=1000.0, base=16.0, breakers=[]), PLAIN)
+    repetition = RepetitionPenalty(RepetitionPenalty.Args(penalty=penalty), PLAIN)
+    chain = ProcessorChain([dry, repetition, Temperature(Temperature.Args(value=temperature), PLAIN)], PLAIN)
+    chain.start([4] * 400)
+    assert run_row(chain, ROW).isfinite().all()
 
 
 def test_dry_off() -> None:

@@ -211,10 +211,17 @@ def test_top_n_sigma_is_the_formula_over_the_finite_logits(row, n) -> None:
 
 
 def test_no_deviation_of_a_penalised_row_keeps_the_highest() -> None:
-    """Squares of DRY's largest penalty are beyond float32."""
+    """Squares of such penalties are beyond float32."""
     row = torch.tensor([1.0, 3.0, -3.4e38, 3.0, -3.4e38])
     assert kept(shaped(row, make(TopNSigma, 0.0))) == {1, 3}
     assert kept(shaped(row, make(TopNSigma, 1.0))) >= {0, 1, 3}
+
+
+@few
+@given(tied_rows, st.floats(0, 20), st.sampled_from([-100, -70, 70, 100]))
+def test_top_n_sigma_is_the_same_at_any_scale(row, n, exponent) -> None:
+    """Squares of what is small, or large, are beyond float32."""
+    assert kept(shaped(row * 2.0**exponent, make(TopNSigma, n))) == kept(shaped(row, make(TopNSigma, n)))
 
 
 @few

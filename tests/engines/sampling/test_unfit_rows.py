@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 from adapters.chain import ProcessorChain
 from adapters.contract import Context, Edit, Force, Reads, Stage, SteeringProcessor
 from adapters.vocabulary import Vocabulary
+from worker.engines.embedded.native import weights
 from worker.engines.embedded.plan import Edits, Plan
+from worker.engines.embedded.sampling.row_errors import NOT_FINITE
 from worker.engines.embedded.sampling.sampler import Sampler
+from worker.engines.embedded.step import plan_edits
 from worker.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]
@@ -73,6 +77,42 @@ def test_nobody_is_left(width: int) -> None:
     """As where one request samples, and its chain leaves no token."""
     params = SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9)
     assert sample(torch.full((1, width), -torch.inf), [params])[1].keys() == {0}
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("controls", [{}, {"logprobs": 1}, {"logprobs_mode": "train"}, {"bad_token_ids": [3]}])
+def test_a_masked_id_that_is_no_number_has_a_share_of_raw_ones(
+    controls: dict[str, Any], value: float, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding is masked before the sampler looks, and is part of the model's whole distribution."""
+    if not has_kernels:
+        monkeypatch.setattr(weights, "are_available", lambda: False)
+    wanted = SamplingParams(max_tokens=9, temperature=1.0, seed=1, **controls)
+    other = SamplingParams(max_tokens=9, temperature=1.0, seed=2, logprobs_mode="train", logprobs=2)
+    requests = tuple(request(MODEL, str(row), PROMPT, one) for row, one in enumerate((wanted, other)))
+    logits = torch.randn(2, WIDTHS[0], generator=torch.Generator().manual_seed(3))
+    logits[0, 90:] = value
+    logits[0, 3] = value if wanted.bad_token_ids else 0.0
+    plan = Plan(requests, (), requests)
+    samples = Sampler(WIDTHS[0], MODEL.undecodable_ids).sample(logits.clone(), plan_edits(plan), plan)
+    alone = Plan(requests[1:], (), requests[1:])
+    assert samples.errors == ({0: NOT_FINITE} if wanted.logprobs is not None else {})
+    assert (
+        samples.logprobs[1] == Sampler(WIDTHS[0], MODEL.undecodable_ids).sample(logits[1:], Edits(), alone).logprobs[0]
+    )
+
+
+def test_a_forced_token_that_the_model_rules_out_has_no_mass() -> None:
+    chain = ProcessorChain([Forces()], Context(Vocabulary(WIDTHS[0])))
+    chain.start(PROMPT)
+    one = request(MODEL, "one", PROMPT, SamplingParams(max_tokens=9, logprobs_mode="train"))
+    logits = torch.zeros(1, WIDTHS[0])
+    logits[0, 3] = -torch.inf
+    samples = Sampler(WIDTHS[0], ()).sample(logits, Edits([(0, chain, chain.plan())]), Plan((one,), (), (one,)))
+    (entry,) = samples.logprobs[0]
+    assert not samples.errors
+    assert (entry.logprob, entry.tempered, entry.log_mass, entry.processed) == (-math.inf, -math.inf, -math.inf, 0.0)
 
 
 class Forces(SteeringProcessor):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 
+class UnusableRow(Exception):
+    """A row that a tap can make nothing of; the message is the reason that the caller is told."""
+
+
 class LogitsTap:
     """Observer of a request's logits as the model computed them, before any control. This one wants
     none of them.

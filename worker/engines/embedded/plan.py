@@ -15,7 +15,7 @@ from adapters.chain import Planned, ProcessorChain, ProcessorFailed
 from worker.engines import FinishReason, QueueTimes, TokenLogprob
 from worker.engines.embedded import blocks
 from worker.engines.embedded.adapters import LoadedAdapter
-from worker.engines.embedded.logits_tap import LogitsTap
+from worker.engines.embedded.logits_tap import LogitsTap, UnusableRow
 from worker.engines.weights import WeightVersion
 from worker.sampling import SamplingParams
 
@@ -190,7 +190,7 @@ class Request:
             return
         try:
             tell()
-        except ProcessorFailed as failure:
+        except (ProcessorFailed, UnusableRow) as failure:
             self.tap_error = str(failure)
         except Exception as error:  # the request's boundary: the rest of the step is other requests'
             logger.exception("request %s: its logits could not be kept, of %d tokens", self.id, len(self.tokens))

@@ -26,7 +26,7 @@ from worker.engines.embedded.model.kernels import choose_kernels
 from worker.engines.embedded.model.model_facts import ModelFacts
 from worker.engines.embedded.model.network import Network
 from worker.engines.embedded.plan import Request
-from worker.engines.embedded.sampling.logprobs import token_logprobs, weight_logprobs
+from worker.engines.embedded.sampling.logprobs import text_logprobs, weight_logprobs
 from worker.engines.embedded.sampling.truncation import Controls, group_rows, truncate_and_sample
 from worker.engines.embedded.serving import load
 from worker.errors import InvalidRequest, StartupError
@@ -242,13 +242,11 @@ class _AnswerTap(LogitsTap):
         seen = self.first_wanted + len(self.logprobs) - start
         rows = logits[seen:].float()
         followed = self.token_ids[len(self.logprobs) :][: len(rows)]
-        counts = [0] * len(followed)
-        if self._controls is None:
-            found = token_logprobs(rows, followed, counts)
-        else:
+        found = text_logprobs(rows, followed, 0, self.first_wanted + 1 + len(self.logprobs))
+        if self._controls is not None:
             weights = self._weights(rows.clone(), self._controls)
             self._kept.append(weights > 0)
-            found = weight_logprobs(weights, followed, counts)
+            found = weight_logprobs(weights, followed, [0] * len(followed))
         self.logprobs += [one[0].logprob for one in found]
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:

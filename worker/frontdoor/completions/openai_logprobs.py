@@ -154,4 +154,16 @@ def _exact(token: str, value: float | None, others: Sequence[tuple[str, float]])
     if value is None:
         return token, None
     same = [one for one in others if math.isclose(one[1], value, rel_tol=1e-6, abs_tol=1e-6)]
-    return next((one for one in same if one[0] == token), same[0] if same else (token, value))
+    itself = [one for one in same if one[0] == token] or [one for one in same if _may_show(token, one[0])]
+    return itself[0] if itself else (token, value)
+
+
+def _may_show(name: str, token: str) -> bool:
+    """Whether a frontend may show a token by `name` in an answer that alone has the text `token`:
+    if not, it is another one that is as likely.
+    """
+    if "\ufffd" in token:
+        return not name or not name.isascii()
+    before = name.removesuffix(token)
+    is_behind_parts = before != name and before.endswith("\ufffd")
+    return not name or is_behind_parts or name.strip() == token.strip() != ""

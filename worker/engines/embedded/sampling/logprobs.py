@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from worker.engines import TokenLogprob
+from worker.engines.embedded.logits_tap import UnusableRow
 from worker.engines.embedded.native import scoring
 from worker.engines.embedded.plan import Samples
+from worker.engines.embedded.sampling.row_errors import NOT_FINITE
 
 Ids = slice | torch.Tensor | None
 """Ids as an index, None for no id."""
@@ -35,6 +37,7 @@ def token_logprobs(
     """The sampled token, then the top-n, for each row.
 
     Ranks are 1-based, by falling probability, ties by rising id. The top-n excludes masked tokens.
+    The token's value is NaN where the highest logit of its row is not finite.
     Native kernels compute on the CPU (`native.scoring`), torch elsewhere and for gradients: their
     results differ in the last bits of float64, and so in ranks of tokens that differ no more, and
     of masked ones.
@@ -51,13 +54,36 @@ def token_logprobs(
         return [scored(*one) for one in zip(token_ids, found, strict=True)]
     logprobs = logits.double().log_softmax(-1)
     sampled = torch.tensor(token_ids, device=logits.device)[:, None]
-    chosen = logprobs.gather(-1, sampled)
+    unusable = ~logits.detach().amax(-1, keepdim=True).isfinite()  # of +inf the others have -inf
+    chosen = logprobs.gather(-1, sampled).masked_fill(unusable, math.nan)
     if never is not None:
         logprobs[:, never] = -torch.inf
     values = chosen[:, 0].tolist()
     ranked = zip(token_ids, values, _ranks(logprobs.detach(), token_ids, values), strict=True)
     tops = _tops(logprobs, counts) if max(counts) else [[]] * len(token_ids)
     return [[TokenLogprob(*one), *top] for one, top in zip(ranked, tops, strict=True)]
+
+
+def text_logprobs(
+    rows: torch.Tensor, token_ids: Sequence[int], count: int, first: int, never: Ids = None
+) -> list[list[TokenLogprob]]:
+    """`token_logprobs` of tokens of a text, in float32 on the CPU: their bits are those of answers.
+
+    Args:
+        rows: Logits ``[m, V]`` that the tokens follow.
+        token_ids: Token id of each.
+        count: n of every top-n.
+        first: Position of the first token.
+        never: See `token_logprobs`.
+
+    Raises:
+        UnusableRow: a row holds NaN or +inf, or no finite logit.
+    """
+    found = token_logprobs(rows.to("cpu", torch.float32), token_ids, [count] * len(token_ids), never)
+    for position, entries in enumerate(found, first):
+        if math.isnan(entries[0].logprob):
+            raise UnusableRow(f"token {position} has no log probability: {NOT_FINITE}")
+    return found
 
 
 def scored(token_id: int, score: scoring.Score) -> list[TokenLogprob]:
@@ -159,7 +185,7 @@ def attach_masses(
             samples.logprobs[row][0],
             processed=samples.processed[row],
             tempered=own,
-            log_mass=min(own - of_kept, 0.0),
+            log_mass=-math.inf if math.isnan(of_kept) else min(own - of_kept, 0.0),
         )
 
 

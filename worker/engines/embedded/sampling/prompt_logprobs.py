@@ -8,7 +8,7 @@ import torch
 
 from worker.engines import TokenLogprob
 from worker.engines.embedded.logits_tap import LogitsTap
-from worker.engines.embedded.sampling.logprobs import token_logprobs
+from worker.engines.embedded.sampling.logprobs import text_logprobs
 
 _ROWS_AT_ONCE = 32
 """Rows converted to float64 log probabilities at a time; a whole chunk would not fit in memory."""
@@ -75,9 +75,8 @@ class LogitsCollector(LogitsTap):
         assert self._top_n is not None
         followed = self._prompt[self._num_seen + 1 : self._num_seen + 1 + len(rows)]  # the last token is not followed
         for start in range(0, len(followed), _ROWS_AT_ONCE):
-            tokens = followed[start : start + _ROWS_AT_ONCE]
-            part = rows[start : start + len(tokens)].to("cpu", torch.float32)  # whose bits those of answers are
-            self._logprobs += token_logprobs(part, tokens, [self._top_n] * len(tokens), self._never)
+            tokens, first = followed[start : start + _ROWS_AT_ONCE], self._num_seen + 1 + start
+            self._logprobs += text_logprobs(rows[start : start + len(tokens)], tokens, self._top_n, first, self._never)
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprob] | None] | None:

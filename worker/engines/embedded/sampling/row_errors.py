@@ -10,7 +10,7 @@ from adapters.chain import PROBLEMS, Planned, ProcessorChain, RowPlan
 from worker.engines.embedded.plan import Edits, Request
 
 _UNSATISFIABLE = "unsatisfiable: the request's controls leave no token that may be sampled"
-_NOT_FINITE = "the row of logits holds NaN or +inf"
+NOT_FINITE = "the row of logits holds NaN or +inf"
 
 
 def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str]) -> dict[int, str]:
@@ -34,7 +34,7 @@ def unfit(highest: list[float], planned: Iterable[Planned], known: dict[int, str
             reason = "nan" if math.isnan(value) else "infinite"
             errors[row] = str(chains[row].failures.unusable(reason, PROBLEMS[reason]))
         else:
-            errors[row] = _UNSATISFIABLE if value == -math.inf else _NOT_FINITE
+            errors[row] = _UNSATISFIABLE if value == -math.inf else NOT_FINITE
     return errors
 
 

@@ -25,7 +25,7 @@ from worker.engines.embedded.sampling.logprobs import (
     token_logprobs,
     weight_logprobs,
 )
-from worker.engines.embedded.sampling.row_errors import all_forced, forced_rows, unfit
+from worker.engines.embedded.sampling.row_errors import NOT_FINITE, all_forced, forced_rows, unfit
 from worker.engines.embedded.sampling.rows import RowTable
 from worker.engines.embedded.sampling.truncation import truncate_and_sample
 
@@ -114,6 +114,9 @@ class Sampler:
             counts = table.counts(table.raw, frozenset())
             found = token_logprobs(raw, [samples.token_ids[row] for row in table.raw], counts, self._never)
             attach(samples, table.raw, found, frozenset())
+            for row, entries in zip(table.raw, found, strict=True):
+                if math.isnan(entries[0].logprob):  # perhaps for an id that is masked, and part of the whole
+                    samples.errors.setdefault(row, NOT_FINITE)
             if table.trained:
                 own = raw[table.trained_of_raw]
                 left = own.clone()
