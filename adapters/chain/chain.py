@@ -109,7 +109,7 @@ class ProcessorChain:
         processors = [member.processor for member in self.members]
         self.has_shaping = any(isinstance(processor, ShapingProcessor) for processor in processors)
         self.is_checked = self.has_shaping or any(member.is_third_party for member in self.members)
-        self.shapes_late = bool(self.order) or any(processor.stage >= Stage.TEMPERATURE for processor in processors)
+        self.shapes_late = bool(self.order) or any(member.stage >= Stage.TEMPERATURE for member in self.members)
         self.observes_logits = any(processor.observes_logits for processor in processors)
         reads = any(processor.reads is not Reads.NOTHING for processor in processors)
         self.needs_last_token = reads or self._scope is not None
@@ -454,6 +454,14 @@ class ProcessorChain:
         mine, theirs = self._history.backtracking, other._history.backtracking
         if mine is not None and theirs is not None:
             mine.copy_ruled_out(theirs)
+
+    @property
+    def suspects(self) -> str:
+        """Names of the processors of third parties, or of all, for what any of them may have done
+        where the chain is not at hand.
+        """
+        names = [member.name for member in self.members if member.is_third_party]
+        return ", ".join(dict.fromkeys(names or [member.name for member in self.members])) or "chain"
 
     def unpicklable(self) -> str:
         """Name of the first processor that cannot be pickled; that of the chain if each can."""
