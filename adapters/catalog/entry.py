@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from adapters.catalog.selection import Requested, SelectionError, shown
+from adapters.chain import kept_thread_state
 from adapters.contract import (
     ArgumentError,
     Context,
@@ -130,7 +131,7 @@ class Entry:
         """
         _check_scope(requested, self.processor, context)
         args = self.parse_args(requested)
-        with _refusals(requested):
+        with _refusals(requested), nullcontext() if self.source == BUILT_IN else kept_thread_state():
             built = list(self.processor.build(args, context))
         if not all(isinstance(one, SteeringProcessor | ShapingProcessor) for one in built):
             problem = f"the logits processor {requested.name} is built of what is none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import thread_time
 from typing import Literal
 
@@ -13,6 +14,7 @@ from adapters.chain.members import Act, Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
+from adapters.chain.thread_state import kept_thread_state
 from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens, sure_member
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
 from adapters.contract.companion import CompanionProcessor
@@ -25,6 +27,8 @@ TIMED_EVERY = 16
 """Built-ins are timed at one position in this many, which counts for all of them: reading the clock
 takes as long as most of their edits. Third-party processors are timed at every position.
 """
+
+_AS_IT_IS = nullcontext()
 
 Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
@@ -283,7 +287,8 @@ class ProcessorChain:
                         member.processor.catch_up()  # with the whole history: a budget is for a step
                     times = 1 if member.is_third_party else weight
                     began = thread_time() if times else 0.0
-                    edit = member.step(member is sure) if scope is None else scope.step(member)
+                    with kept_thread_state() if member.is_third_party else _AS_IT_IS:
+                        edit = member.step(member is sure) if scope is None else scope.step(member)
                     if times:
                         self.failures.charge(member, thread_time() - began, times)
                     act = member.act_of(edit, self._num_tokens)

@@ -188,6 +188,7 @@ def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog) ->
         ("BuiltOfNone", "built_of_none", "is built of what is none"),
         ("Undecided", "undecided", "raised SystemExit when its arguments were checked"),
         ("NamesItself", "names_itself", "changes name, which is an attribute of its class"),
+        ("SetsDevice", "sets_device", "raised MalformedEdit when it was built"),
         ("StagesItself", "stages_itself", "changes stage, which is an attribute of its class"),
     ],
 )
@@ -196,6 +197,7 @@ def test_what_cannot_be_built_is_named(target: str, name: str, problem: str) -> 
     with pytest.raises(BuildFailed, match=f"{name} {problem}") as caught:
         catalog.build_chain(select({"name": name, "args": {"token_id": 1}}), CONTEXT)
     assert caught.value.processor == name
+    assert torch.tensor([1.0]).device.type == "cpu"
 
 
 def test_values_from_python_must_be_json_data() -> None:

@@ -957,7 +957,7 @@ class StagesLater(Bans):
     """Calls its state its stage, and itself by a number."""
 
     def reset(self):
-        self.stage, self.name = "begun", 5
+        vars(self).update(stage="begun", name=5)
 
 
 def test_declarations_are_those_at_the_beginning() -> None:

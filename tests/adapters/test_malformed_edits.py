@@ -368,6 +368,51 @@ def test_a_failure_keeps_no_frame_of_any_cause(edit: object, name: str) -> None:
     assert not any(error.__traceback__ for error in errors if error is not None)
 
 
+def leaves_inference_mode() -> None:
+    torch.inference_mode(False).__enter__()
+
+
+def enables_gradients() -> None:
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("change", [leaves_inference_mode, enables_gradients])
+def test_a_mode_of_the_thread_that_is_left_changed_is_put_back(change: Callable[[], None]) -> None:
+    class Changes(Returns):
+        def edit(self) -> Edit | None:
+            change()
+            return None
+
+    def changes(rows: torch.Tensor) -> None:
+        change()
+        rows.mul_(2)
+
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            logits, failures = step([Changes(None, Stage.MASK)], [Reshapes(changes)], [Halves(Stage.SOFT)])
+            assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == before
+        assert not failures
+        assert torch.equal(logits, torch.tensor([[1.0], [2.0], [0.5], [1.0]]).expand(4, V))
+
+
+def test_who_changes_the_default_device_fails_alone() -> None:
+    class Changes(Returns):
+        def edit(self) -> Edit | None:
+            torch.set_default_device("meta")
+            return None
+
+    shaping = Reshapes(lambda rows: torch.set_default_device("meta"))
+    logits, failures = step([Changes(None, Stage.MASK)], [Halves(Stage.SOFT)], [shaping])
+    assert failures.keys() == {0, 2}
+    told = "sets torch's default device to meta, which all requests share, at position 3"
+    assert [str(failure) for failure in failures.values()] == [
+        f"logits processor {name}: {told}" for name in ("returns", "reshapes")
+    ]
+    assert torch.equal(logits, torch.tensor([[1.0], [0.5], [1.0], [1.0]]).expand(4, V))
+    assert torch.tensor([1.0]).device.type == "cpu"
+
+
 def test_an_interrupt_is_not_the_processors() -> None:
     with pytest.raises(KeyboardInterrupt):
         step([Exits(KeyboardInterrupt(), Stage.MASK)])

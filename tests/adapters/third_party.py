@@ -70,6 +70,16 @@ class NamesItself(Loud):
         self.name = "Bob"  # type: ignore[misc]
 
 
+class SetsDevice(Loud):
+    """Lets all tensors of the thread that builds it have no data."""
+
+    name = "sets_device"
+
+    def __init__(self, args: Any, context: Context) -> None:
+        super().__init__(args, context)
+        torch.set_default_device("meta")
+
+
 class StagesItself(Loud):
     """Calls its state its stage."""
 
