@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from adapters.catalog.selection import Requested, SelectionError, shown
+from adapters.chain import kept_thread_state
 from adapters.contract import (
     ArgumentError,
     Context,
     Processor,
     ProcessorArgs,
+    Reads,
     ShapingProcessor,
+    Stage,
     SteeringProcessor,
     Unsatisfiable,
 )
@@ -25,6 +28,9 @@ from adapters.interrupts import is_interrupt
 from adapters.processors.grammar import GrammarProcessor
 
 BUILT_IN = "built-in"
+
+DECLARED = {"version": int, "stage": Stage, "reads": Reads, "scopes": tuple, "Args": type}
+"""Class attributes of a processor, and their types."""
 
 
 class BuildFailed(SelectionError):
@@ -125,10 +131,13 @@ class Entry:
         """
         _check_scope(requested, self.processor, context)
         args = self.parse_args(requested)
-        with _refusals(requested):
+        with _refusals(requested), nullcontext() if self.source == BUILT_IN else kept_thread_state():
             built = list(self.processor.build(args, context))
         if not all(isinstance(one, SteeringProcessor | ShapingProcessor) for one in built):
             problem = f"the logits processor {requested.name} is built of what is none"
+            raise BuildFailed(requested.path, problem, requested.name)
+        for name in _redeclared(built):
+            problem = f"the logits processor {requested.name} changes {name}, which is an attribute of its class"
             raise BuildFailed(requested.path, problem, requested.name)
         return built
 
@@ -145,6 +154,18 @@ class Entry:
         args = self.parse_args(requested)
         with _refusals(requested):
             return f"{requested.path}.args.{processor.argument}", processor.kept_grammar(args, context.vocabulary)
+
+
+def _redeclared(built: Sequence[Processor]) -> Iterator[str]:
+    """Names of declarations that a processor has overwritten with something else in `__init__`, as
+    where an automaton calls its state its stage.
+    """
+    for one in built:
+        if "name" in vars(one) and not one.wraps_third_party:  # wrappers serve many classes
+            yield "name"
+        for name, kind in DECLARED.items():
+            if not isinstance(getattr(one, name), kind):
+                yield name
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from importlib.metadata import EntryPoint, entry_points
 import torch
 
 from adapters import lean_torch, torch_at_use
-from adapters.catalog.entry import BUILT_IN, Entry
+from adapters.catalog.entry import BUILT_IN, DECLARED, Entry
 from adapters.catalog.selection import NAME
-from adapters.contract import Processor, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
+from adapters.contract import Processor, ProcessorArgs, ShapingProcessor, SteeringProcessor
 from adapters.contract.context import check_strict
 from adapters.interrupts import is_interrupt
 from adapters.third_party import wrap_third_party
@@ -84,7 +84,7 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: expected the module as import names it, not a path, got {module!r}")
     torch_at_use.complete()
     lean_torch.complete()  # third-party code may use all of torch
-    dtype = torch.get_default_dtype()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     try:
         loaded: object = importlib.import_module(module)
         for part in attribute.split("."):
@@ -97,12 +97,17 @@ def load_class(target: str, source: str) -> type:
         raise CatalogError(f"{source}: raised {type(error).__name__} when it was imported: {error}") from error
     if torch.get_default_dtype() != dtype:
         torch.set_default_dtype(dtype)
-        raise CatalogError(
-            f"{source}: changed torch's default data type when it was imported, which all requests share"
-        )
+        raise _shared("default data type", source)
+    if torch.get_default_device() != device:
+        torch.set_default_device(None if device.type == "cpu" else device)
+        raise _shared("default device", source)
     if not isinstance(loaded, type):
         raise CatalogError(f"{source}: {attribute} is not a class")
     return loaded
+
+
+def _shared(setting: str, source: str) -> CatalogError:
+    return CatalogError(f"{source}: changed torch's {setting} when it was imported, which all requests share")
 
 
 def check_entry(entry: Entry) -> None:
@@ -117,7 +122,7 @@ def check_entry(entry: Entry) -> None:
         raise CatalogError(f"{entry.source}: {processor.__name__} lacks {', '.join(missing)}")
     if processor.name != entry.name:
         raise CatalogError(f"{entry.source}: {processor.__name__} names itself {processor.name}, not {entry.name}")
-    for name, kind in _DECLARED.items():
+    for name, kind in DECLARED.items():
         value = getattr(processor, name)
         if not isinstance(value, kind):
             where = f"{entry.source}: {processor.__name__}.{name}"
@@ -137,7 +142,3 @@ def check_entry(entry: Entry) -> None:
             check_strict(processor.Args)  # its parts may have been defined after it
         except TypeError as error:
             raise CatalogError(f"{entry.source}: {error}") from error
-
-
-_DECLARED = {"version": int, "stage": Stage, "reads": Reads, "scopes": tuple, "Args": type}
-"""Types of class attributes."""

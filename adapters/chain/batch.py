@@ -7,6 +7,7 @@ does the same on both. Batch-invariant: a row's result never depends on the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import thread_time
 from typing import TypeAlias, TypeVar
 
@@ -16,6 +17,7 @@ from adapters.chain.chain import ProcessorChain
 from adapters.chain.failures import ProcessorFailed
 from adapters.chain.members import Member
 from adapters.chain.plan import RowPlan
+from adapters.chain.thread_state import kept_thread_state
 from adapters.contract import (
     Allow,
     Ban,
@@ -36,6 +38,9 @@ T = TypeVar("T")
 
 Planned = tuple[int, ProcessorChain, RowPlan]
 """Row of the logits, its chain, and the chain's plan for it."""
+
+MaskNever: TypeAlias = "Callable[[torch.Tensor], None]"
+"""Masks the ids that are no token in rows of logits, ``[R, V]``, in place."""
 
 _Step = tuple[int, ProcessorChain, Edit | Member]
 """Row of the logits, its chain, and an edit of it or a shaping member."""
@@ -125,22 +130,23 @@ def apply_edits(logits: torch.Tensor, planned: Sequence[Planned]) -> dict[int, P
 
 
 def apply_late(
-    logits: torch.Tensor, planned: Sequence[Planned], mask_never: Callable[[], None] | None = None
+    logits: torch.Tensor, planned: Sequence[Planned], mask_never: MaskNever | None = None
 ) -> dict[int, ProcessorFailed]:
     """Apply shaping processors from the mask stage on to rows not forced; else as `apply_edits`.
 
     ``mask_never`` rules out the ids that are no token, where one may have written. It is called
     before the temperature, so that truncation does not count them, before a draw, and at the end.
+    A third party's processor that undoes any other mask fails.
     """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
     for stage in _LATE_STAGES:
         if queues and mask_never is not None and stage in (Stage.TEMPERATURE, Stage.SAMPLING):
-            mask_never()
+            mask_never(logits)
         steps = [(r, c, [m for m in members if m.turn == stage]) for r, c, members in queues]
-        _in_waves(steps, lambda wave: _shape(logits, wave, failures))
+        _in_waves(steps, lambda wave: _shape(logits, wave, failures, mask_never))
     if queues and mask_never is not None:
-        mask_never()
+        mask_never(logits)
     return failures
 
 
@@ -177,8 +183,8 @@ def apply_plan(chain: ProcessorChain, plan: RowPlan, row: torch.Tensor, never_id
     planned = [(0, chain, plan)]
     never = list(never_ids)
 
-    def mask_never() -> None:
-        work[:, never] = -torch.inf
+    def mask_never(rows: torch.Tensor) -> None:
+        rows[:, never] = -torch.inf
 
     for failure in apply_edits(work, planned).values():
         raise failure
@@ -291,7 +297,10 @@ def _both(one: Allow, other: Allow) -> Allow:
 
 
 def _shape(
-    logits: torch.Tensor, wave: list[tuple[int, ProcessorChain, Member]], failures: dict[int, ProcessorFailed]
+    logits: torch.Tensor,
+    wave: list[tuple[int, ProcessorChain, Member]],
+    failures: dict[int, ProcessorFailed],
+    mask_never: MaskNever | None = None,
 ) -> None:
     """One shaping step of some rows, each class batched."""
     groups: dict[type[ShapingProcessor], list[tuple[int, ProcessorChain, Member]]] = {}
@@ -302,7 +311,7 @@ def _shape(
         # a class that is not batched runs row by row, so that no processor is called twice when
         # another one of the batch raises
         for part in [group] if _is_batched(kind) else [[single] for single in group]:
-            _shape_group(kind, logits, part, failures)
+            _shape_group(kind, logits, part, failures, mask_never)
 
 
 def _is_batched(kind: type[ShapingProcessor]) -> bool:
@@ -314,6 +323,7 @@ def _shape_group(
     logits: torch.Tensor,
     group: list[tuple[int, ProcessorChain, Member]],
     failures: dict[int, ProcessorFailed],
+    mask_never: MaskNever | None,
 ) -> None:
     """Run one processor class on its rows, batched.
 
@@ -331,24 +341,29 @@ def _shape_group(
             failures.update((row, chain.failures.no_token_left(before=member)) for row, chain, member in empty)
             alive = [one for one in group if one[0] not in failures]
             if alive:
-                _shape_group(kind, logits, alive, failures)
+                _shape_group(kind, logits, alive, failures, mask_never)
             return
     else:  # sync-free: an empty row is computed as zeros and restored, and the sampler reports it
         values.masked_fill_(is_empty, 0.0)
     began = thread_time()
     try:
-        result: object = kind.shape_rows(processors, values)
+        with kept_thread_state() if group[0][2].is_third_party else nullcontext():
+            result: object = kind.shape_rows(processors, values)
         check_in_place(result, values, values)
         if not _is_batched(kind) or group[0][2].is_third_party:
             _check_form(logits, values, len(rows))
             for (row, chain, member), shaped in zip(group, values, strict=True):
                 _check_shaped(logits[row], shaped, chain, member)
+                if member.is_third_party and member.stage >= Stage.MASK:  # no mask comes after it
+                    _check_masks(logits[row], shaped, mask_never)
     except BaseException as error:  # the processor boundary: third-party code
         if len(group) == 1:
-            failures[rows[0]] = group[0][1].failures.raised(group[0][2], error)
+            failure = group[0][1].failures.raised(group[0][2], error)
+            failure.__cause__ = None if isinstance(error, ProcessorFailed) else error
+            failures[rows[0]] = failure.without_frames()
             return
         for single in group:  # find the failing one; the others must be unaffected
-            _shape_group(kind, logits, [single], failures)
+            _shape_group(kind, logits, [single], failures, mask_never)
         return
     if logits.device.type != "cpu":
         values.masked_fill_(is_empty, -torch.inf)
@@ -373,3 +388,14 @@ def _check_shaped(before: torch.Tensor, after: torch.Tensor, chain: ProcessorCha
     if problem is not None and row_problem(before) is None:
         reason = "unsatisfiable" if problem == "empty" else problem
         raise ProcessorFailed(member.name, reason, f"{PROBLEMS[problem]} at position {chain.position}")
+
+
+def _check_masks(before: torch.Tensor, after: torch.Tensor, mask_never: MaskNever | None) -> None:
+    """Raise for a row in which a mask was undone, other than those of ``mask_never``."""
+    masked = before == -torch.inf
+    if mask_never is not None and bool((after[masked] != -torch.inf).any()):
+        after = after.clone()
+        mask_never(after.unsqueeze(0))
+    undone = masked & (after != -torch.inf)
+    if bool(undone.any()):
+        raise MalformedEdit(f"gave a logit to token {int(undone.int().argmax())}, which was masked,")

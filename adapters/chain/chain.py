@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import thread_time
 from typing import Literal
 
@@ -13,6 +14,7 @@ from adapters.chain.members import Act, Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
+from adapters.chain.thread_state import kept_thread_state
 from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens, sure_member
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
 from adapters.contract.companion import CompanionProcessor
@@ -25,6 +27,8 @@ TIMED_EVERY = 16
 """Built-ins are timed at one position in this many, which counts for all of them: reading the clock
 takes as long as most of their edits. Third-party processors are timed at every position.
 """
+
+_AS_IT_IS = nullcontext()
 
 Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
@@ -109,7 +113,7 @@ class ProcessorChain:
         processors = [member.processor for member in self.members]
         self.has_shaping = any(isinstance(processor, ShapingProcessor) for processor in processors)
         self.is_checked = self.has_shaping or any(member.is_third_party for member in self.members)
-        self.shapes_late = bool(self.order) or any(processor.stage >= Stage.TEMPERATURE for processor in processors)
+        self.shapes_late = bool(self.order) or any(member.stage >= Stage.TEMPERATURE for member in self.members)
         self.observes_logits = any(processor.observes_logits for processor in processors)
         reads = any(processor.reads is not Reads.NOTHING for processor in processors)
         self.needs_last_token = reads or self._scope is not None
@@ -283,7 +287,8 @@ class ProcessorChain:
                         member.processor.catch_up()  # with the whole history: a budget is for a step
                     times = 1 if member.is_third_party else weight
                     began = thread_time() if times else 0.0
-                    edit = member.step(member is sure) if scope is None else scope.step(member)
+                    with kept_thread_state() if member.is_third_party else _AS_IT_IS:
+                        edit = member.step(member is sure) if scope is None else scope.step(member)
                     if times:
                         self.failures.charge(member, thread_time() - began, times)
                     act = member.act_of(edit, self._num_tokens)
@@ -454,6 +459,14 @@ class ProcessorChain:
         mine, theirs = self._history.backtracking, other._history.backtracking
         if mine is not None and theirs is not None:
             mine.copy_ruled_out(theirs)
+
+    @property
+    def suspects(self) -> str:
+        """Names of the processors of third parties, or of all, for what any of them may have done
+        where the chain is not at hand.
+        """
+        names = [member.name for member in self.members if member.is_third_party]
+        return ", ".join(dict.fromkeys(names or [member.name for member in self.members])) or "chain"
 
     def unpicklable(self) -> str:
         """Name of the first processor that cannot be pickled; that of the chain if each can."""

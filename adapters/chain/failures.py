@@ -30,12 +30,17 @@ class ProcessorFailed(Exception):
     def without_frames(self) -> ProcessorFailed:
         """This failure, to be kept: without the stack frames of it and of its causes.
 
-        Those hold the request, its chain and its grammars, which would outlive it.
+        Those hold the request, its chain and its grammars, which would outlive it. An error may be
+        among its own causes (``raise error from error``).
         """
-        error: BaseException | None = self
-        while error is not None:
-            error.__traceback__ = None
-            error = error.__cause__ or error.__context__
+        found: dict[int, BaseException] = {}
+        left: list[BaseException | None] = [self]
+        while left:
+            error = left.pop()
+            if error is not None and id(error) not in found:
+                found[id(error)] = error
+                error.__traceback__ = None
+                left += error.__cause__, error.__context__
         return self
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from adapters.chain.backtracking import Backtracking
 from adapters.chain.failures import Failures
 from adapters.chain.members import Member
 from adapters.chain.thinking_scope import ThinkingScope
+from adapters.chain.thread_state import kept_thread_state
 from adapters.contract import BacktrackingProcessor
 
 
@@ -58,7 +60,8 @@ class History:
         member.same_until = 0
         shared = self.tokens if member.scope == "all" else None
         try:
-            member.processor.start(self.tokens[: self.prompt_length], shared=shared, derived=self._derived)
+            with kept_thread_state() if member.is_third_party else nullcontext():
+                member.processor.start(self.tokens[: self.prompt_length], shared=shared, derived=self._derived)
         except BaseException as error:  # the processor boundary: third-party code
             raise self._failures.raised(member, error) from error
 

@@ -79,7 +79,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return self.processor.name
+        return self.record.name
 
     def step(self, is_sure: bool = False) -> Edit | Member | None:
         """The processor's edit now; a shaping processor returns its member.
@@ -159,11 +159,11 @@ def in_order(members: Sequence[Member], order: Sequence[str]) -> list[Member]:
         return sorted(members, key=lambda member: member.turn)
     places = {name: place for place, name in enumerate(order)}
     for member in members:
-        member.turn = Stage.TEMPERATURE if member.processor.stage in late else member.processor.stage
+        member.turn = Stage.TEMPERATURE if member.stage in late else member.stage
 
     def key(member: Member) -> tuple[int, int]:
-        behind = len(places) + member.processor.stage
-        return member.turn, places.get(member.name, behind) if member.processor.stage in late else 0
+        behind = len(places) + member.stage
+        return member.turn, places.get(member.name, behind) if member.stage in late else 0
 
     return sorted(members, key=key)
 

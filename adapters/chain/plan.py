@@ -127,7 +127,7 @@ class PlannedEdits:
 
         In the order law's order; but masks precede all shaping at their stage.
         """
-        is_late, is_before, found = before is not None and before.processor.stage >= Stage.MASK, True, list[str]()
+        is_late, is_before, found = before is not None and before.stage >= Stage.MASK, True, list[str]()
         for record, _, _, kind, _ in self.acts:
             is_before = is_before and (before is None or record is not before.record)
             if (is_before or (is_late and kind == "masked")) and kind in kinds:

@@ -153,4 +153,4 @@ def _permits(edit: Edit | Member | None, token_id: int) -> bool:
 
 def _binds_the_answer(member: Member) -> bool:
     """Whether the member constrains the answer: it masks or forces outside the thinking section."""
-    return member.scope == "answer" and member.processor.stage in (Stage.MASK, Stage.FORCE)
+    return member.scope == "answer" and member.stage in (Stage.MASK, Stage.FORCE)

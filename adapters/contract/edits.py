@@ -178,7 +178,10 @@ class MalformedEdit(Exception):
 
 
 def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) -> Edit:
-    """``edit``, if it can be applied to a row; a bitmask comes in a new edit, widened with zeros.
+    """A copy of ``edit``, of one of these classes itself, if it can be applied to a row.
+
+    Its tensors are its own, on the CPU: the processor may write into those that it returned. A
+    bitmask is widened with zeros.
 
     Args:
         edit: Value that a processor returned.
@@ -192,16 +195,13 @@ def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) ->
     if isinstance(edit, Force):
         if type(edit.token_id) is not int or not 0 <= edit.token_id < num_tokens:
             raise MalformedEdit(f"forces {edit.token_id!r:.40}, expected a token id below {num_tokens}")
-        return edit
+        return Force(edit.token_id)
     if isinstance(edit, Allow):
         return _check_bitmask(edit, -(-vocab_size // 32))
     if not isinstance(edit, Bias | Scale | Ban):
         raise MalformedEdit(f"returned {type(edit).__name__}, which is not an edit")
+    edit = _copied(edit)
     name = type(edit).__name__
-    if not isinstance(edit, Ban):
-        for given, code in ((edit._ids, "q"), (edit._numbers, "f")):
-            if isinstance(given, array) and given.typecode != code:
-                raise MalformedEdit(f"{name} holds an array of type {given.typecode!r}, expected {code!r}")
     ids = edit.token_ids
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise MalformedEdit(f"{name} holds ids {_described(ids)}, expected int64 [n]")
@@ -221,13 +221,36 @@ def check_edit(edit: object, *, soft: bool, vocab_size: int, num_tokens: int) ->
     return edit
 
 
+def _copied(edit: Sparse) -> Sparse:
+    """A copy on the CPU, of the class above that ``edit`` is of. Raises `MalformedEdit`."""
+    if isinstance(edit, Ban):
+        return Ban(_tensor(edit.token_ids, "Ban holds ids").detach().to("cpu", copy=True))
+    kind: type[Bias | Scale] = Bias if isinstance(edit, Bias) else Scale
+    parts: list[Any] = []
+    for given, code, what in ((edit._ids, "q", "ids"), (edit._numbers, "f", "values")):
+        if not isinstance(given, array):
+            parts.append(_tensor(given, f"{kind.__name__} holds {what}").detach().to("cpu", copy=True))
+        elif given.typecode == code:
+            parts.append(given[:])
+        else:
+            raise MalformedEdit(f"{kind.__name__} holds an array of type {given.typecode!r}, expected {code!r}")
+    return kind(*parts)
+
+
 def _check_bitmask(edit: Allow, num_words: int) -> Allow:
-    bitmask = edit.bitmask
+    bitmask = _tensor(edit.bitmask, "Allow holds a bitmask")
     if bitmask.dtype != torch.int32 or bitmask.dim() != 1 or bitmask.device.type != "cpu" or len(bitmask) > num_words:
         expected = f"expected int32 [{num_words}] on the CPU"
         raise MalformedEdit(f"Allow holds a bitmask {_described(bitmask)} on {bitmask.device}, {expected}")
-    missing = num_words - len(bitmask)
-    return Allow(torch.nn.functional.pad(bitmask, (0, missing)) if missing else bitmask)  # it may write into it later
+    widened = torch.zeros(num_words, dtype=torch.int32)
+    widened[: len(bitmask)] = bitmask
+    return Allow(widened)
+
+
+def _tensor(given: object, what: str) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        raise MalformedEdit(f"{what} of type {type(given).__name__}, expected a tensor")
+    return given
 
 
 def check_in_place(result: object, shown: torch.Tensor, row: torch.Tensor) -> None:

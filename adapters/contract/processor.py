@@ -9,6 +9,7 @@ history turns out shorter or different it resets the processor and replays.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -32,6 +33,9 @@ _RENAMED = {"retract": "rewind_state", "taken_back": "rewinds_to", "taken_back_a
 
 _CALLED_BY_CHAINS = ("start", "accept", "append", "rewind", "rewind_lazily", "lose")
 """Methods by which a processor follows the history, and whose names authors may want for theirs."""
+
+_CALLED_AT_ONCE = ("reset", "advance", "rewind_state", "edit", "same_until", "shape", "shape_rows")
+"""Methods that authors write, whose code would not run if a call made a coroutine or generator."""
 
 
 class StateLost(RuntimeError):
@@ -103,6 +107,9 @@ class Processor(ABC):
                 raise TypeError(
                     f"{cls.__name__}.{name}: chains call this method of the base class, name yours otherwise"
                 )
+        for name in _CALLED_AT_ONCE:
+            if _runs_later(getattr(cls, name, None)):
+                raise TypeError(f"{cls.__name__}.{name}: a chain calls it and awaits nothing; no async def, no yield")
 
     def __init__(self, args: Any, context: Context) -> None:
         """Authors take their own ``Args`` and the context, and keep ids and tensors only.
@@ -284,6 +291,12 @@ class Processor(ABC):
             self._consumed = index + 1
         if self._tokens is not tokens or len(tokens) != end:
             raise _taken("_tokens")
+
+
+def _runs_later(method: object) -> bool:
+    """Whether a call of a method only makes a coroutine or a generator."""
+    made = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_one(method) for is_one in made)
 
 
 def _taken(name: str) -> MalformedEdit:

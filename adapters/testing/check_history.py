@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -26,7 +26,7 @@ from adapters.testing.reference_runs import (
     step,
 )
 from adapters.testing.registry import check
-from adapters.testing.settings import torch_settings
+from adapters.testing.settings import shared_settings
 from adapters.testing.subject import CheckFailed, Subject
 from adapters.trtllm import ChainAdapter
 
@@ -194,22 +194,36 @@ def choices(subject: Subject) -> None:
 )
 def determinism(subject: Subject) -> None:
     """See `CHECKS`."""
-    settings = torch_settings()
-    runs = reference_runs(subject)
-    with _own_generators():
-        for run in runs:
-            torch.manual_seed(run.seed + 77)
-            random.seed(run.seed + 77)
-            np.random.seed(run.seed + 77)
-            before = _generators()
-            again = run_reference(subject, run.case, run.seed)
-            if _generators() != before:
-                raise CheckFailed(f"uses a global random generator; use adapters.contract.random_numbers ({run})")
-            for name, value in torch_settings().items():
-                if value != settings[name]:
-                    raise CheckFailed(f"changed torch's {name}, which all requests share, to {value} ({run})")
-            for index, outcome in enumerate(again.outcomes[: len(run.outcomes)]):
-                expect(outcome, run, index, "run again")
+    settings = shared_settings()
+    try:
+        with _own_generators():
+            for run in reference_runs(subject):
+                _run_again(subject, run)
+                _check_settings(settings)
+    except CheckFailed:
+        raise
+    except Exception as error:  # the processor boundary: or a setting has broken the run
+        _check_settings(settings, error)
+        raise
+
+
+def _run_again(subject: Subject, run: ReferenceRun) -> None:
+    torch.manual_seed(run.seed + 77)
+    random.seed(run.seed + 77)
+    np.random.seed(run.seed + 77)
+    before = _generators()
+    again = run_reference(subject, run.case, run.seed)
+    if _generators() != before:
+        raise CheckFailed(f"uses a global random generator; use adapters.contract.random_numbers ({run})")
+    for index, outcome in enumerate(again.outcomes[: len(run.outcomes)]):
+        expect(outcome, run, index, "run again")
+
+
+def _check_settings(settings: Mapping[str, object], error: Exception | None = None) -> None:
+    """Raise `CheckFailed` if one of `settings` has been changed; `error` is what came of it."""
+    for name, value in shared_settings().items():
+        if value != settings[name]:
+            raise CheckFailed(f"changed {name}, which all requests share, to {value}") from error
 
 
 @contextmanager

@@ -216,6 +216,8 @@ def masked_rows(subject: Subject) -> None:
             outcome = step(chain, row.masked_fill(hidden, -torch.inf))
             if outcome.failure is not None and outcome.failure.reason == "nan":
                 raise CheckFailed(f"left NaN in a row with {int(hidden.sum())} masked entries ({run.at(index)})")
+            if outcome.failure is not None and outcome.failure.reason == "raised":
+                raise CheckFailed(f"{outcome.failure.message} ({run.at(index)})")
             if outcome.row is None or outcome.forced is not None:
                 continue
             if bool(outcome.row.isnan().any()):

@@ -189,7 +189,7 @@ class HuggingFaceProcessor(ThirdPartyProcessor):
 
 
 class _IdTensor:
-    """A growing list of ids as a tensor; each id is copied once."""
+    """A growing list of ids as a tensor; each id is read once."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.int64)
@@ -200,7 +200,7 @@ class _IdTensor:
         self._filled = min(self._filled, length)
 
     def of(self, ids: Sequence[int], device: torch.device) -> torch.Tensor:
-        """int64 ``[1, n]`` on ``device``."""
+        """A new int64 ``[1, n]`` on ``device``: it may be kept, and written to."""
         length = len(ids)
         if self._buffer.device != device or len(self._buffer) < length:
             grown = torch.empty(max(64, 2 * length), dtype=torch.int64, device=device)
@@ -209,7 +209,7 @@ class _IdTensor:
         if self._filled < length:
             self._buffer[self._filled : length] = torch.tensor(ids[self._filled :], dtype=torch.int64)
             self._filled = length
-        return self._buffer[:length].unsqueeze(0)
+        return self._buffer[:length].clone().unsqueeze(0)
 
 
 def _checked(wrapped: Any, stateful: bool) -> Any:

@@ -129,10 +129,14 @@ class TrtllmAdapter:
             if is_interrupt(error):
                 raise
             raise pickle.PicklingError(f"{self._unpicklable()}: {type(error).__name__}: {error}") from error
-        return {**ours, "_named": self.name, "_packed": packed}
+        return {**ours, "_named": self._suspects(), "_packed": packed}
 
     def _unpicklable(self) -> str:
         """Name of the processor that cannot be pickled."""
+        return self.name
+
+    def _suspects(self) -> str:
+        """Names of the processors that may prove to be impossible to load."""
         return self.name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -221,11 +225,10 @@ class DynamoAdapter(TrtllmAdapter):
         return type(self.processor).__name__
 
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
-        row = logits[0, 0]
-        before = row.clone()
+        row = logits[0, 0].clone()  # the processor may keep it, and write to it when others' logits are there
         failure = self._run(req_id, token_ids, row)
-        if failure is not None:
-            row.copy_(before)
+        if failure is None:
+            logits[0, 0] = row
         return failure
 
     def _run(self, req_id: int | str, token_ids: Sequence[int], row: torch.Tensor) -> Failure | None:
@@ -296,6 +299,9 @@ class ChainAdapter(TrtllmAdapter):
 
     def _unpicklable(self) -> str:
         return self.chain.unpicklable()
+
+    def _suspects(self) -> str:
+        return self.chain.suspects
 
     def edit_row(self, req_id: int | str, token_ids: Sequence[int], logits: torch.Tensor) -> Failure | None:
         chain, row, before = self.chain, None, None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from adapters.catalog import SelectionError
+from adapters.catalog import BuildFailed, SelectionError
 from adapters.chain import (
     PROBLEMS,
     Planned,
@@ -96,10 +96,11 @@ class Row:
             try:
                 chain = self._built.result()
             except BaseException as error:  # admission has built it once; a third party's code may differ, or exit
-                if is_interrupt(error):
+                if is_interrupt(error) or isinstance(error, ProcessorFailed):
                     raise
                 problem = error if isinstance(error, SelectionError) else f"raised {type(error).__name__}"
-                raise ProcessorFailed("chain", "raised", f"cannot be built: {problem}") from error
+                name = error.processor if isinstance(error, BuildFailed) else "chain"
+                raise ProcessorFailed(name, "raised", f"cannot be built: {problem}") from error
             if chain.tokens[: len(prompt)] != list(prompt):  # a worker's own begins so, unless pictures became tokens
                 end = len(prompt) - len(chain.tokens) + chain.prompt_length  # the rest was generated before
                 chain.start(prompt[:end], prompt[end:], mode="migrated" if end < len(prompt) else "aggregated")
@@ -296,7 +297,7 @@ class RowEditor:
         failures |= apply_edits(logits, planned)
         late = [each for each in planned if each[0] not in failures]
         shaped = [index for index, chain, plan in late if chain.has_shaping and plan.force is None]
-        failures |= apply_late(logits, late, lambda: self.mask_never(logits, shaped))
+        failures |= apply_late(logits, late, lambda rows: self.mask_never(rows, shaped if rows is logits else None))
         failures |= _force(logits, [each for each in planned if each[0] not in failures])
         failures |= _unusable(logits, [each for each in planned if each[0] not in failures])
         for index, failure in failures.items():

@@ -144,7 +144,7 @@ class Vocabulary:
         return {} if self.tokenizer is None else added_tokens(self.tokenizer)
 
     @cached_property
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self) -> tuple[bytes, ...]:
         """UTF-8 bytes of each id, ``b""`` for special tokens and padding.
 
         Tokens that are part of a character keep their single bytes. Processors and grammars know no
@@ -152,7 +152,7 @@ class Vocabulary:
         """
         if self.tokenizer is None:
             raise ValueError("token bytes need a tokenizer, and this model was loaded without one")
-        return token_bytes(self.tokenizer, self.size)
+        return tuple(token_bytes(self.tokenizer, self.size))
 
     @cached_property
     def digest(self) -> str:

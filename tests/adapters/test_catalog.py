@@ -183,15 +183,21 @@ def test_a_constructor_that_raises_is_not_the_callers_fault(catalog: Catalog) ->
 
 
 @pytest.mark.parametrize(
-    ("target", "problem"),
-    [("BuiltOfNone", "is built of what is none"), ("Undecided", "raised SystemExit when its arguments were checked")],
+    ("target", "name", "problem"),
+    [
+        ("BuiltOfNone", "built_of_none", "is built of what is none"),
+        ("Undecided", "undecided", "raised SystemExit when its arguments were checked"),
+        ("NamesItself", "names_itself", "changes name, which is an attribute of its class"),
+        ("SetsDevice", "sets_device", "raised MalformedEdit when it was built"),
+        ("StagesItself", "stages_itself", "changes stage, which is an attribute of its class"),
+    ],
 )
-def test_what_cannot_be_built_is_named(target: str, problem: str) -> None:
-    name = {"BuiltOfNone": "built_of_none", "Undecided": "undecided"}[target]
+def test_what_cannot_be_built_is_named(target: str, name: str, problem: str) -> None:
     catalog = Catalog.load(options=[option(name, target)])
     with pytest.raises(BuildFailed, match=f"{name} {problem}") as caught:
         catalog.build_chain(select({"name": name, "args": {"token_id": 1}}), CONTEXT)
     assert caught.value.processor == name
+    assert torch.tensor([1.0]).device.type == "cpu"
 
 
 def test_values_from_python_must_be_json_data() -> None:
@@ -269,13 +275,23 @@ def test_a_module_that_exits_on_import_is_the_operators_error(
         Catalog.load(options=["x=exits_on_import:X"])
 
 
-def test_a_module_that_changes_torch_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "import torch\ntorch.set_default_dtype(torch.float64)\nfrom third_party import Half\n"
-    (tmp_path / "changes_torch.py").write_text(text)
+@pytest.mark.parametrize(
+    ("line", "setting"),
+    [
+        ("torch.set_default_dtype(torch.float64)", "default data type"),
+        ("torch.set_default_device('meta')", "default device"),
+    ],
+)
+def test_a_module_that_changes_torch_on_import_is_refused(
+    line: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"changes_{setting.replace(' ', '_')}"
+    (tmp_path / f"{module}.py").write_text(f"import torch\n{line}\nfrom third_party import Half\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(CatalogError, match="changes_torch:Half: changed torch's default data type"):
-        Catalog.load(options=["half=changes_torch:Half"])
-    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(CatalogError, match=f"{module}:Half: changed torch's {setting} when it was imported"):
+        Catalog.load(options=[f"half={module}:Half"])
+    assert torch.tensor([1.0]).dtype == torch.float32
+    assert torch.tensor([1.0]).device.type == "cpu"
 
 
 def test_a_class_that_resists_wrapping_is_the_operators_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

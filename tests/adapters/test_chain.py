@@ -953,6 +953,24 @@ def one_finite(token_id):
     return logits
 
 
+class StagesLater(Bans):
+    """Calls its state its stage, and itself by a number."""
+
+    def reset(self):
+        vars(self).update(stage="begun", name=5)
+
+
+def test_declarations_are_those_at_the_beginning() -> None:
+    chain = ProcessorChain([StagesLater(7), Halves()], CONTEXT)
+    chain.start([1, 2])
+    chain.add([Forces(7)])
+    assert [member.name for member in chain.members] == ["bans", "forces", "halves"]
+    with pytest.raises(ProcessorFailed, match="forces token 7, which another processor forbids"):
+        chain.plan()
+    assert chain.failures.no_token_left().processor == "model"
+    assert [record["name"] for record in chain.receipt.as_json()["processors"]] == ["bans", "forces", "halves"]
+
+
 @pytest.mark.parametrize("kind", [Watches, WatchesTogether])
 @pytest.mark.parametrize("stage", [Stage.SOFT, Stage.MASK, Stage.SAMPLING])
 def test_a_row_in_which_nothing_is_left_is_shown_to_nobody(kind, stage) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from adapters.chain import ProcessorChain, ProcessorFailed, apply_edits, apply_late, plan_rows
-from adapters.contract import Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage
+from adapters.contract import Context, Processor, ProcessorArgs, Reads, ShapingProcessor, Stage, SteeringProcessor
 from adapters.third_party import third_party_processor
 from adapters.trtllm import Failure, create_trtllm_adapters
 from adapters.trtllm.native_controls import ThirdPartyCallable
@@ -115,6 +115,33 @@ def test_a_lost_edit_fails_its_request(make: Callable[[Edit], Processor], edit: 
     assert problem in str(failures[1])
     assert "instead of editing" in str(failures[1])
     assert torch.equal(logits, torch.tensor([[2.0], [1.0]]).expand(2, V))
+
+
+async def awaits(self: object, *arguments: object) -> None:
+    """Runs when it is awaited."""
+
+
+def yields(self: object, *arguments: object) -> Iterator[None]:
+    """Runs when it is iterated over."""
+    yield
+
+
+async def awaits_and_yields(self: object, *arguments: object) -> AsyncIterator[None]:
+    """Runs when it is both."""
+    yield
+
+
+@pytest.mark.parametrize("method", [awaits, yields, awaits_and_yields])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        *((SteeringProcessor, name) for name in ("reset", "advance", "rewind_state", "edit", "same_until")),
+        *((ShapingProcessor, name) for name in ("reset", "shape", "shape_rows")),
+    ],
+)
+def test_methods_whose_code_would_never_run(base: type[Processor], name: str, method: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=rf"Later\.{name}: a chain calls it and awaits nothing"):
+        type("Later", (base,), {name: classmethod(method) if name == "shape_rows" else method})
 
 
 @pytest.mark.parametrize("edit", KEPT.values(), ids=KEPT)

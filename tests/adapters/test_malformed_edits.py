@@ -4,6 +4,7 @@ it is named.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -62,6 +63,13 @@ class Halves(ShapingProcessor):
 
     def shape(self, logits: torch.Tensor) -> None:
         logits.mul_(0.5)
+
+
+class Clamps(Halves):
+    """Lifts the lowest logits, masked ones too."""
+
+    def shape(self, logits: torch.Tensor) -> None:
+        logits.clamp_(min=-50.0)
 
 
 class Reshapes(ShapingProcessor):
@@ -124,6 +132,9 @@ MALFORMED = {
     "id above": (Bias.of([V + 2], [9.0]), Stage.BIAS, "ids 72 to 72 for a row of 70"),
     "id far above": (Bias.of([9 * V], [9.0]), Stage.BIAS, "for a row of 70"),
     "id below": (Ban.of([-2]), Stage.MASK, "ids -2 to -2"),
+    "ids in a list": (Ban([1]), Stage.MASK, "ids of type list, expected a tensor"),  # type: ignore[arg-type]
+    "values in a list": (Bias(torch.tensor([1]), [1.0]), Stage.BIAS, "values of type list"),  # type: ignore[arg-type]
+    "a mask in a list": (Allow([1]), Stage.MASK, "bitmask of type list"),  # type: ignore[arg-type]
     "ids of int32": (Ban(torch.tensor([1], dtype=torch.int32)), Stage.MASK, "ids int32"),
     "ids in a matrix": (Ban(torch.tensor([[1]])), Stage.MASK, r"ids int64 \[1, 1\]"),
     "too few values": (Bias(torch.tensor([1, 2]), torch.tensor([1.0])), Stage.BIAS, r"expected float32 \[2\]"),
@@ -156,6 +167,97 @@ def test_only_its_own_row_fails(edit: Any, stage: Stage, message: str) -> None:
         raise failures[1]
     assert torch.equal(logits[[0, 2]], alone[[0, 0]])
     assert torch.equal(logits[[1, 3]], torch.ones(2, V))
+
+
+class OwnBias(Bias):
+    """An author's own kind of edit."""
+
+
+class OwnScale(Scale):
+    """The same."""
+
+
+class OwnBan(Ban):
+    """The same."""
+
+
+class OwnAllow(Allow):
+    """The same."""
+
+
+class OwnForce(Force):
+    """The same."""
+
+
+OWN: dict[str, tuple[Any, Edit, Stage]] = {
+    "bias": (OwnBias.of([4], [2.0]), Bias.of([4], [2.0]), Stage.BIAS),
+    "scale": (OwnScale.of([4], [2.0]), Scale.of([4], [2.0]), Stage.SOFT),
+    "ban": (OwnBan(torch.tensor([4, 5])), Ban.of([4, 5]), Stage.MASK),
+    "allow": (OwnAllow(FULL[:1]), Allow(FULL[:1]), Stage.MASK),
+    "force": (OwnForce(4), Force(4), Stage.FORCE),
+}
+
+
+@pytest.mark.parametrize(("own", "plain", "stage"), OWN.values(), ids=OWN)
+def test_an_edit_of_an_authors_own_class_is_what_it_is_made_from(own: Any, plain: Edit, stage: Stage) -> None:
+    results = [step([Returns(edit, stage)], [Halves(Stage.SOFT)]) for edit in (own, plain)]
+    assert results[0][1] == results[1][1] == {}
+    assert torch.equal(results[0][0], results[1][0])
+
+
+class WritesAgain(Returns):
+    """Writes into the tensors of an edit that it has returned, or another of its class."""
+
+    def __init__(self, edit: Any, stage: Stage, write: Callable[[Any], object]) -> None:
+        super().__init__(edit, stage)
+        self._write = write
+
+    def edit(self) -> Edit | None:
+        self._write(self._edit)
+        return None
+
+
+WRITTEN: dict[str, tuple[Callable[[], Any], Stage, Callable[[Any], object]]] = {
+    "ids of a bias": (lambda: Bias.of([4], [2.0]), Stage.BIAS, lambda edit: edit.token_ids.fill_(V + 3)),
+    "values": (lambda: Bias.of([4], [2.0]), Stage.BIAS, lambda edit: edit.values.fill_(torch.nan)),
+    "ids of an array": (lambda: Bias(array("q", [4]), array("f", [2.0])), Stage.BIAS, lambda edit: edit._ids.append(9)),
+    "factors": (lambda: Scale.of([4], [2.0]), Stage.SOFT, lambda edit: edit.factors.fill_(-1.0)),
+    "ids of a ban": (lambda: Ban.of([4]), Stage.MASK, lambda edit: edit.token_ids.fill_(V + 3)),
+    "more ids": (lambda: Ban.of([4]), Stage.MASK, lambda edit: edit.token_ids.resize_(9).fill_(10**9)),
+    "a bitmask": (lambda: Allow(FULL.clone()), Stage.MASK, lambda edit: edit.bitmask.fill_(0)),
+}
+
+
+@pytest.mark.parametrize(("make", "stage", "write"), WRITTEN.values(), ids=WRITTEN)
+def test_what_is_written_into_an_edit_later_changes_no_row(
+    make: Callable[[], Any], stage: Stage, write: Callable[[Any], object]
+) -> None:
+    shared = make()
+    mates = [Halves(Stage.SOFT)]
+    expected, _ = step([Returns(make(), stage)], mates, mates)
+    logits, failures = step([Returns(shared, stage)], [WritesAgain(shared, stage, write)], mates)
+    assert not failures
+    assert torch.equal(logits[[0, 2]], expected[[0, 2]])
+    assert torch.equal(logits[[1, 3]], torch.ones(2, V))
+
+
+LATE = [stage for stage in Stage if stage >= Stage.MASK]
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_mask_that_shaping_undoes_fails_its_request(stage: Stage, at_once: bool) -> None:
+    shaping: Any = Reshapes(lambda rows: rows.clamp_(min=-50.0)) if at_once else Clamps(stage)
+    shaping.stage = stage
+    masks = Returns(Ban.of([4, 6]), Stage.MASK)
+    logits, failures = step([masks, shaping], [Halves(stage)], [shaping])
+    assert torch.equal(logits[[1, 2]], torch.tensor([[0.5], [1.0]]).expand(2, V))
+    if stage in LATE:
+        assert failures.keys() == {0}
+        assert str(failures[0]).endswith(": gave a logit to token 4, which was masked, at position 3")
+    else:
+        assert not failures
+        assert logits[0, [4, 6]].tolist() == [-torch.inf] * 2
 
 
 def test_a_narrow_bitmask_forbids_the_ids_beyond_it_in_any_batch() -> None:
@@ -241,6 +343,74 @@ def test_an_error_without_a_text_of_its_own_is_named() -> None:
     assert str(failures[0]).endswith("raised Mute at position 3")
     assert failures[0].reason == "unsatisfiable"
     assert torch.equal(logits[1], torch.full((V,), 0.5))
+
+
+class CausesItself(Returns):
+    """Raises an error from itself, or from another one while it handles a third."""
+
+    def edit(self) -> Edit | None:
+        try:
+            raise KeyError(self._edit)
+        except KeyError as error:
+            if self._edit is None:
+                raise error from error
+            raise ValueError from TypeError(str(self._edit))
+
+
+@pytest.mark.parametrize(("edit", "name"), [(None, "KeyError"), (3, "ValueError")])
+def test_a_failure_keeps_no_frame_of_any_cause(edit: object, name: str) -> None:
+    logits, failures = step([CausesItself(edit, Stage.MASK)], [Halves(Stage.SOFT)])
+    assert str(failures[0]) == f"logits processor returns: raised {name} at position 3"
+    assert torch.equal(logits[1], torch.full((V,), 0.5))
+    cause = failures[0].__cause__
+    assert cause is not None
+    errors = [failures[0], cause, cause.__cause__, cause.__context__]
+    assert not any(error.__traceback__ for error in errors if error is not None)
+
+
+def leaves_inference_mode() -> None:
+    torch.inference_mode(False).__enter__()
+
+
+def enables_gradients() -> None:
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("change", [leaves_inference_mode, enables_gradients])
+def test_a_mode_of_the_thread_that_is_left_changed_is_put_back(change: Callable[[], None]) -> None:
+    class Changes(Returns):
+        def edit(self) -> Edit | None:
+            change()
+            return None
+
+    def changes(rows: torch.Tensor) -> None:
+        change()
+        rows.mul_(2)
+
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            logits, failures = step([Changes(None, Stage.MASK)], [Reshapes(changes)], [Halves(Stage.SOFT)])
+            assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == before
+        assert not failures
+        assert torch.equal(logits, torch.tensor([[1.0], [2.0], [0.5], [1.0]]).expand(4, V))
+
+
+def test_who_changes_the_default_device_fails_alone() -> None:
+    class Changes(Returns):
+        def edit(self) -> Edit | None:
+            torch.set_default_device("meta")
+            return None
+
+    shaping = Reshapes(lambda rows: torch.set_default_device("meta"))
+    logits, failures = step([Changes(None, Stage.MASK)], [Halves(Stage.SOFT)], [shaping])
+    assert failures.keys() == {0, 2}
+    told = "sets torch's default device to meta, which all requests share, at position 3"
+    assert [str(failure) for failure in failures.values()] == [
+        f"logits processor {name}: {told}" for name in ("returns", "reshapes")
+    ]
+    assert torch.equal(logits, torch.tensor([[1.0], [0.5], [1.0], [1.0]]).expand(4, V))
+    assert torch.tensor([1.0]).device.type == "cpu"
 
 
 def test_an_interrupt_is_not_the_processors() -> None:

@@ -103,6 +103,24 @@ def test_edits_of_a_third_party_leave_no_infinite_row(end_id) -> None:
         assert logits.isfinite().nonzero()[:, 2].tolist() == [END]
 
 
+def test_a_row_that_is_kept_is_no_longer_the_engines() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keeps(_, logits):
+        for earlier in kept:
+            earlier.as_strided((earlier.untyped_storage().nbytes() // 4,), (1,), 0).fill_(torch.nan)
+        kept.append(logits)
+        logits[5] += 10
+
+    batch = torch.zeros(2, VOCAB)
+    (adapter,) = create_trtllm_adapters([keeps], end_id=END)
+    call(adapter, batch[:1].view(1, 1, -1), [[4, 5, 6]])
+    call(adapter, batch[1:].view(1, 1, -1), [[4, 5, 6, 5]])
+    assert adapter.failure is None
+    assert batch.nonzero().tolist() == [[0, 5], [1, 5]]
+    assert batch.sum() == 20
+
+
 def test_several_adapters_share_the_view_in_order() -> None:
     def double(_, logits):
         logits.mul_(2)
@@ -359,6 +377,25 @@ def test_a_processor_that_cannot_be_sent_is_named(in_chain) -> None:
     expected = "acme/local: SystemExit" if in_chain else r"function: \w+: .*pickle"
     with pytest.raises(pickle.PicklingError, match=f"^{expected}"):
         pickle.dumps(adapter)
+
+
+class Unloadable(BannedTokens):
+    """Cannot be loaded where it is sent to."""
+
+    name = "acme/unloadable"
+
+    def __setstate__(self, state: object) -> None:
+        raise SystemExit(0)
+
+
+def test_a_processor_of_a_chain_that_cannot_be_loaded_is_named() -> None:
+    context = Context(Vocabulary(VOCAB))
+    built = [kind(kind.Args(token_ids=[4]), context) for kind in (BannedTokens, Unloadable)]
+    (adapter,) = create_trtllm_adapters([ProcessorChain(built, context)], end_id=END)
+    copy = pickle.loads(pickle.dumps(adapter))
+    call(copy, row())
+    told = "logits processor acme/unloadable: cannot be loaded in the engine's process (SystemExit)"
+    assert str(copy.failure) == told
 
 
 def test_a_processor_the_engine_process_cannot_load_fails_alone(monkeypatch) -> None:

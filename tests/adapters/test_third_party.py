@@ -394,6 +394,40 @@ def test_ids_may_be_kept_and_written_to_as_where_they_come_from(target, back) ->
     assert chain.tokens == tokens
 
 
+class SortsScoredIds(LogitsProcessor):
+    """Writes to the ids that it is given, and keeps the first ones, as a tensor."""
+
+    def __init__(self) -> None:
+        self.first: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.first = input_ids
+        scores[0, int(input_ids[0, 0]) % V] -= 3.0
+        scores[0, int(self.first.sum()) % V] += 2.0
+        input_ids[0, 0] += len(input_ids[0])
+        return scores
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("back", range(6))
+def test_written_ids_are_those_of_one_call(stateful: bool, back: int) -> None:
+    """Of the history nothing is changed: not for the next call, nor after a rewind."""
+    rows, tokens, expected, bare = rows_of(6), [1, 2, 3], [], SortsScoredIds()
+    for row in rows.clone():
+        bare(torch.tensor([tokens]), row.unsqueeze(0))  # type: ignore[arg-type]
+        if not stateful:
+            bare.first = None
+        expected.append(row)
+        tokens.append(int(row.argmax()))
+    target = SortsScoredIds if stateful else lambda input_ids, scores: SortsScoredIds()(input_ids, scores)
+    chain = chain_of(third_party_processor(target))
+    assert equal(decode(chain, rows), expected)
+    chain.rewind(3 + back)
+    shape_all([chain], rows_of(1, seed=9))
+    assert equal(decode(chain, rows[back:]), expected[back:])
+
+
 class EditsInAThread:
     """Lets another thread edit the row."""
 

@@ -82,7 +82,7 @@ def test_of_ids_that_share_a_piece_all_have_a_token(tmp_path: Path) -> None:
     vocabulary = Vocabulary(8, tokenizer)
     assert not vocabulary.gap_ids
     assert undecodable_ids(tmp_path, 8) == (6, 7)
-    assert vocabulary.token_bytes == [b"", b" a", b"b", b" a", b"b", b"b", b"", b""]
+    assert vocabulary.token_bytes == (b"", b" a", b"b", b" a", b"b", b"b", b"", b"")
 
 
 ADDED = {"content": "<|added|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -177,3 +177,11 @@ def test_an_end_token_that_is_not_marked_is_shown(gapped: Vocabulary) -> None:
     vocabulary = Vocabulary(gapped.size, gapped.tokenizer, [word])
     assert word in vocabulary.special_token_ids - vocabulary.hidden_token_ids
     assert vocabulary.hidden_token_ids == gapped.special_token_ids - gapped.eos_token_ids | gapped.hidden_token_ids
+
+
+def test_the_bytes_of_tokens_are_nobodys_to_change() -> None:
+    """Every request's processors share them, and its stop strings."""
+    pieces: Any = kit_vocabulary().token_bytes
+    with pytest.raises(TypeError):
+        pieces[0] = b"<end>"
+    assert not hasattr(pieces, "sort")

@@ -60,6 +60,36 @@ class Undecided(Loud):
             raise SystemExit(token_id)
 
 
+class NamesItself(Loud):
+    """Calls itself what no request and no log knows."""
+
+    name = "names_itself"
+
+    def __init__(self, args: Any, context: Context) -> None:
+        super().__init__(args, context)
+        self.name = "Bob"  # type: ignore[misc]
+
+
+class SetsDevice(Loud):
+    """Lets all tensors of the thread that builds it have no data."""
+
+    name = "sets_device"
+
+    def __init__(self, args: Any, context: Context) -> None:
+        super().__init__(args, context)
+        torch.set_default_device("meta")
+
+
+class StagesItself(Loud):
+    """Calls its state its stage."""
+
+    name = "stages_itself"
+
+    def __init__(self, args: Any, context: Context) -> None:
+        super().__init__(args, context)
+        self.stage = "begun"  # type: ignore[assignment, misc]
+
+
 class Shadow(Loud):
     """Takes a built-in's name."""
 

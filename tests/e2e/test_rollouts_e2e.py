@@ -152,7 +152,7 @@ def detokenized(engine: Engine, ids: list[int]) -> str:
 
 
 @cache
-def token_bytes(engine: Engine) -> list[bytes]:
+def token_bytes(engine: Engine) -> tuple[bytes, ...]:
     """Bytes of the engine's tokens."""
     return Vocabulary(engine.info.vocab_size, engine.tokenizer).token_bytes
 

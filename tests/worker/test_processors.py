@@ -5,10 +5,11 @@ metrics and breakers.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -22,7 +23,7 @@ from adapters.vocabulary.thinking_tags import KNOWN_TAGS
 from worker.engines import EngineRequest, TokenDelta
 from worker.engines.embedded.admission import SAMPLED
 from worker.errors import InvalidRequest, ProcessorUnavailable
-from worker.processors.builder import ServedChainBuilder
+from worker.processors.builder import NUM_BUILDERS, ServedChainBuilder
 from worker.requests.deadline import until
 from worker.requests.request import GenerationRequest
 from worker.sampling import GuidedDecodingParams, SamplingParams
@@ -88,6 +89,57 @@ async def test_a_processor_that_interrupts_is_refused(facts: Context) -> None:
     chains = make(facts, catalog=Catalog([*Catalog.default().entries, entry]))
     with pytest.raises(InvalidRequest, match="acme/interrupts raised KeyboardInterrupt when it was built"):
         await build(chains, request(channel('{"name": "acme/interrupts", "args": {"token_ids": [3]}}')))
+
+
+class HangsWhenBuilt(BannedTokens):
+    """Waits for what never comes."""
+
+    name = "acme/hangs"
+    until = threading.Event()
+    begun: ClassVar[list[object]] = []
+
+    def __init__(self, args: Any, context: Context) -> None:
+        self.hang()
+
+    def hang(self) -> None:
+        self.begun.append(self)
+        self.until.wait()
+
+
+class HangsOnThePrompt(HangsWhenBuilt):
+    """The same, once it is built."""
+
+    def __init__(self, args: Any, context: Context) -> None:
+        BannedTokens.__init__(self, args, context)
+
+    def reset(self) -> None:
+        self.hang()
+
+
+@pytest.mark.parametrize("kind", [HangsWhenBuilt, HangsOnThePrompt])
+async def test_a_processor_that_hangs_takes_no_builder_away(facts: Context, kind: type[HangsWhenBuilt]) -> None:
+    catalog = Catalog([*Catalog.default().entries, Entry("acme/hangs", kind, "test")])
+    registry = CollectorRegistry()
+    chains = ServedChainBuilder(catalog, Policy(), "tiny", facts, registry, build_limit_s=0.2)
+    good = '{"name": "min_tokens", "args": {"n": 3}}'
+    hanging = request(channel(good + ', {"name": "acme/hangs", "args": {"token_ids": [3]}}'))
+    try:
+        tasks = [asyncio.create_task(build(chains, hanging)) for _ in range(5)]
+        while len(kind.begun) < NUM_BUILDERS:
+            await asyncio.sleep(0.001)
+        tasks[0].cancel()  # whose thread hangs on
+        assert names(await asyncio.wait_for(build(chains, request(channel(good))), 30)) == ["min_tokens"]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, InvalidRequest) for error in found[1:])
+        assert "logits_processors: acme/hangs took more than 0.2 s to be built" in str(found[1])
+        assert chains.breaker.open_names() == ["acme/hangs"]
+        labels = {"processor": "acme/hangs", "reason": "budget"}
+        assert registry.get_sample_value("dlw_processor_errors_total", labels) == 5
+    finally:
+        HangsWhenBuilt.until.set()
+        HangsWhenBuilt.until = threading.Event()
+        HangsWhenBuilt.begun.clear()
+        await chains.close()
 
 
 async def test_a_request_may_forgo_speculation(facts: Context) -> None:

@@ -38,6 +38,10 @@ class Breaker:
         self._failures: dict[str, deque[float]] = {name: deque(maxlen=limit) for name in names}
         self._open_until: dict[str, float] = {}
 
+    def counts(self, name: str) -> bool:
+        """Whether failures of ``name`` are counted: it is a third party's."""
+        return name in self._failures
+
     def record(self, name: str) -> bool:
         """Count one failure of ``name``; whether that opened its breaker."""
         times = self._failures.get(name)

@@ -66,6 +66,9 @@ CHANNEL = "logits_processors"
 NUM_BUILDERS = 4
 """Threads that build chains."""
 
+MAX_HUNG_BUILDERS = 60
+"""More threads, in the place of those in which a third party's processor never ended."""
+
 WARM_UP_AFTER_S = 0.5
 """Seconds behind the start until a builder makes, unasked, what only some requests need."""
 
@@ -141,8 +144,9 @@ def _with_policy(arguments: Arguments, model: Context, registry: CollectorRegist
         catalog = Catalog.load(allow=arguments.allow_logits_processors, options=arguments.logits_processor)
         path = arguments.processor_policy
         policy = Policy() if path is None else Policy.load(path, catalog)
-        budget = arguments.processor_step_budget_s
-        return ServedChainBuilder(catalog, policy, arguments.served_model_name, model, registry, step_budget_s=budget)
+        budget, limit = arguments.processor_step_budget_s, arguments.step_timeout_s
+        name = arguments.served_model_name
+        return ServedChainBuilder(catalog, policy, name, model, registry, step_budget_s=budget, build_limit_s=limit)
     except (CatalogError, PolicyError) as error:
         raise StartupError(str(error)) from None
 
@@ -157,6 +161,8 @@ class ServedChainBuilder:
         model: Context that all requests to the model share; see `model_context`.
         registry: Registry of the processors' metrics.
         step_budget_s: Most CPU time that a third-party processor may take for one step, seconds.
+        build_limit_s: Most time that the processors of a request may take to be built and to read
+            its prompt and its answer so far, seconds; None for no limit.
 
     Attributes:
         builder: Builds the chain of a selection.
@@ -173,6 +179,7 @@ class ServedChainBuilder:
         registry: CollectorRegistry,
         *,
         step_budget_s: float | None = None,
+        build_limit_s: float | None = None,
     ) -> None:
         self.catalog = catalog
         self.vocabulary = model.vocabulary
@@ -181,7 +188,8 @@ class ServedChainBuilder:
         self.builder = ChainBuilder(catalog, known, policy.for_model(model_name), step_budget_s)
         self.breaker = Breaker(entry.name for entry in catalog.entries if entry.source != BUILT_IN)
         self.metrics = ProcessorMetrics(registry, lambda: len(self.breaker.open_names()))
-        self._threads = ThreadPoolExecutor(NUM_BUILDERS, thread_name_prefix="chain-builder")
+        self._threads = ThreadPoolExecutor(NUM_BUILDERS + MAX_HUNG_BUILDERS, thread_name_prefix="chain-builder")
+        self._build_limit_s = build_limit_s
         self._turns = ClientTurns(NUM_BUILDERS, spare=1)
         self._warm_up = threading.Timer(WARM_UP_AFTER_S, self._derive)
         self._warm_up.daemon = True
@@ -260,7 +268,7 @@ class ServedChainBuilder:
         client = request.hints.client or request.cache_salt
         try:
             grammars = await self._compiled(selection, context, client)
-            prepared = await self._in_thread(client, self._prepare, request, selection, context)
+            prepared = await self._prepared(client, request, selection, context)
             del grammars  # until here they were in use, so the chain's processors found them in the cache
         except SelectionError as error:
             if isinstance(error, BuildFailed):
@@ -294,6 +302,29 @@ class ServedChainBuilder:
         cache = grammar_cache(self.vocabulary)
         wanted = await self._in_thread(client, self.catalog.grammars, selection, context)
         return [await _compiled_one(cache, path, grammar, client) for path, grammar in wanted]
+
+    async def _prepared(
+        self, client: str | None, request: EngineRequest, selection: Selection, context: Context
+    ) -> EngineRequest:
+        """Result of `_prepare`, in a builder's thread.
+
+        Raises:
+            InvalidRequest: it takes longer than the limit. The thread is lost, and the builders get
+                another one.
+        """
+        names = [one.name for one in selection.processors if self.breaker.counts(one.name)]
+
+        def count() -> None:
+            logger.error("logits processor %s: not built within %g s", ", ".join(names), self._build_limit_s)
+            for name in names:
+                self._count_failure(name, "budget")
+
+        call = partial(self._prepare, request, selection, context)
+        try:
+            return await self._turns.in_thread(client, self._threads, call, self._build_limit_s, count)
+        except TimeoutError:
+            problem = f"{' and '.join(names) or 'these'} took more than {self._build_limit_s:g} s to be built"
+            raise InvalidRequest(CHANNEL, problem) from None
 
     async def _in_thread(self, client: str | None, call: Callable[..., T], *arguments: Any) -> T:
         """Result of ``call`` in a builder's thread, once it is the client's turn."""

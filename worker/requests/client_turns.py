@@ -44,28 +44,56 @@ class ClientTurns:
         finally:
             self._release(client)
 
-    async def in_thread(self, client: Hashable | None, threads: Executor, call: Callable[[], T]) -> T:
+    async def in_thread(
+        self,
+        client: Hashable | None,
+        threads: Executor,
+        call: Callable[[], T],
+        limit_s: float | None = None,
+        overdue: Callable[[], None] = lambda: None,
+    ) -> T:
         """Result of ``call`` in a thread, once it is the client's turn. The slot is held until the
         thread is done with it, also where nobody waits for the result any more.
 
         Args:
             client: See `turn`.
-            threads: Threads, as many as there are slots.
+            threads: Threads, as many as there are slots, and more where calls may be overdue.
             call: Function that may raise anything.
+            limit_s: Seconds after which the slot is free again, though the thread is not done.
+            overdue: Called then.
+
+        Raises:
+            TimeoutError: the call takes longer.
         """
         client, loop = await self._granted(client), asyncio.get_running_loop()
+        is_held, expiry = True, None
+
+        def free() -> None:
+            nonlocal is_held
+            if expiry is not None:
+                expiry.cancel()
+            if is_held:
+                is_held = False
+                self._release(client)
+
+        def expire() -> None:
+            if is_held:
+                free()
+                overdue()
 
         def ended(_: object) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._release, client)
+                loop.call_soon_threadsafe(free)
 
         try:
             found = threads.submit(call)
         except RuntimeError:  # they are shut down
-            self._release(client)
+            free()
             raise
         found.add_done_callback(ended)
-        return await asyncio.wrap_future(found)
+        expiry = None if limit_s is None else loop.call_later(limit_s, expire)
+        async with asyncio.timeout(limit_s):
+            return await asyncio.wrap_future(found)
 
     async def _granted(self, client: Hashable | None) -> Hashable:
         """The client of a slot, once it is its turn."""

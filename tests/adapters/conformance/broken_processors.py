@@ -396,13 +396,17 @@ class TossesGlobalCoins(Steering):
         return Ban.of([40]) if random.random() < 0.5 else None
 
 
-class ChangesTorch(Shaping):
-    """Lets all tensors of the process that are made from now on be float64."""
+class ChangesSettings(Shaping):
+    """Changes what all requests share, as a test says."""
 
-    name = "changes_torch"
+    name = "changes_settings"
+
+    @staticmethod
+    def change() -> object:
+        """Nothing, unless a test says more."""
 
     def shape(self, logits: torch.Tensor) -> None:
-        torch.set_default_dtype(torch.float64)
+        self.change()
 
 
 class DoesNotPickle(Steering):
@@ -499,6 +503,27 @@ class ExitsInAStep(Steering):
 
     def edit(self) -> Edit | None:
         raise SystemExit(0)
+
+
+class RaisesInEdit(Steering):
+    """Raises where its edit is asked for, after a few tokens."""
+
+    name = "raises_in_edit"
+
+    def edit(self) -> Edit | None:
+        if self.num_generated == 3:
+            raise LookupError("no such word")
+        return None
+
+
+class RaisesInShape(Shaping):
+    """Raises where it is shown its row, after a few tokens."""
+
+    name = "raises_in_shape"
+
+    def shape(self, logits: torch.Tensor) -> None:
+        if self.num_generated == 3:
+            raise LookupError("no such word")
 
 
 class YieldsItself(Steering):

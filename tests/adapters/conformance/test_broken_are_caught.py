@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+
 import broken_processors as broken
+import numpy as np
 import pytest
 import torch
 
 from adapters.contract import Processor
 from adapters.testing import check_processor
+from adapters.testing.settings import shared_settings
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +28,7 @@ CAUGHT: dict[type[Processor], set[str]] = {
     broken.HoldsMoreOnceRewound: {"held_from"},
     broken.ForgetsToReplay: {"rewind"},
     broken.SharesState: {"batch_invariance", "choices"},
-    broken.ResurrectsMasked: {"masked_rows", "banned_tokens"},
+    broken.ResurrectsMasked: {"runs", "masked_rows"},
     broken.LeavesNan: {"masked_rows"},
     broken.GrowsWithHistory: {"cost"},
     broken.Unbounded: {"bounds"},
@@ -49,11 +55,31 @@ def test_broken(processor: type[Processor]) -> None:
     assert {result.check.name for result in report.failures} == CAUGHT[processor], str(report)
 
 
+CHANGES: dict[str, Callable[[], object]] = {
+    "torch's default data type, which all requests share, to torch.float64": (
+        lambda: torch.set_default_dtype(torch.float64)
+    ),
+    "torch's default device, which all requests share, to meta": lambda: torch.set_default_device("meta"),
+    "torch's gradient mode, which all requests share, to True": lambda: torch.set_grad_enabled(True),
+    "torch's precision of products, which all requests share, to medium": (
+        lambda: torch.set_float32_matmul_precision("medium")
+    ),
+    "torch's deterministic mode, which all requests share, to True": lambda: torch.use_deterministic_algorithms(True),
+    "torch's flushing of small numbers, which all requests share, to True": lambda: torch.set_flush_denormal(True),
+    "numpy's handling of errors, which all requests share, to {'divide': 'raise'": lambda: np.seterr(all="raise"),
+    "Python's recursion limit, which all requests share, to 2000": lambda: sys.setrecursionlimit(2000),
+    "the working directory, which all requests share, to /": lambda: os.chdir("/"),
+}
+
+
+@pytest.mark.parametrize("told", CHANGES)
 @pytest.mark.parametrize("only", [["determinism"], ["runs", "in_place", "determinism"]])
-def test_a_changed_setting_of_torch_is_caught_and_restored(only: list[str]) -> None:
-    (result,) = check_processor(broken.ChangesTorch, only=only).failures
-    assert "changed torch's default data type, which all requests share, to torch.float64" in str(result.failure)
-    assert torch.get_default_dtype() == torch.float32
+def test_a_changed_setting_is_caught_and_restored(told: str, only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken.ChangesSettings, "change", staticmethod(CHANGES[told]))
+    before = shared_settings()
+    failures = {one.check.name: str(one.failure) for one in check_processor(broken.ChangesSettings, only=only).failures}
+    assert f"changed {told}" in failures["determinism"]
+    assert shared_settings() == before
 
 
 @pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping, broken.Takes], ids=lambda each: each.name)

@@ -233,6 +233,13 @@ def test_command_outlives_a_processor_that_exits(
     assert out.endswith("fails 1 of 2 checks\n")
 
 
+@pytest.mark.parametrize("kind", [broken_processors.RaisesInEdit, broken_processors.RaisesInShape])
+def test_the_text_of_what_was_raised_is_told(kind: type) -> None:
+    (result,) = check_processor(kind, [{}], only=["runs"]).failures
+    assert "raised LookupError at position" in str(result.failure)
+    assert ": no such word" in str(result.failure)
+
+
 def test_parts_that_come_one_by_one_are_checked() -> None:
     (result,) = check_processor(broken_processors.YieldsItself, [{}], only=["edits"]).results
     assert result.failure is None

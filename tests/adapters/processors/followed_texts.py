@@ -34,7 +34,7 @@ class ByteTokenizer:
 
 
 class ByteVocabulary(Vocabulary):
-    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]
+    token_bytes: ClassVar = (*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES))
 
     def encode(self, text: str) -> list[int]:
         for name, token_id in NAMES.items():

@@ -50,7 +50,7 @@ class ByteTokenizer:
 
 
 class ByteVocabulary(Vocabulary):
-    token_bytes: ClassVar = [*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES)]
+    token_bytes: ClassVar = (*(bytes([i]) for i in range(NUM_BYTES)), *[b""] * (WIDTH - NUM_BYTES))
 
 
 BYTES = ByteVocabulary(WIDTH, ByteTokenizer(), [END])

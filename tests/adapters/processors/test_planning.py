@@ -219,7 +219,10 @@ def test_an_edit_of_arrays_is_seen_as_tensors() -> None:
     assert torch.equal(edit.token_ids, torch.tensor([5, 2]))
     assert torch.equal(edit.factors, torch.tensor([0.5, 2.0]))
     assert Bias(array("q"), array("f")).values.tolist() == []
-    assert check_edit(edit, soft=True, vocab_size=8, num_tokens=8) is edit
+    checked = check_edit(edit, soft=True, vocab_size=8, num_tokens=8)
+    assert isinstance(checked, Scale)
+    assert torch.equal(checked.token_ids, edit.token_ids)
+    assert torch.equal(checked.factors, edit.factors)
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_a_receipt_outlives_parameters_that_come_anew(kind: type[Processor]) -> 
         context = replace(kit_context(), seed=seed, max_tokens=12)
         chain = ProcessorChain([*kind.build(args, context), SeededSampler(seed, 0)], context)
         chain.start([5, 6])
-        shipped = Shipped(pickle.dumps(chain), 0, f"resumed {seed}")
+        shipped = Shipped(pickle.dumps(chain), 0, f"resumed {seed}", chain.suspects)
         params = Params(ignore_eos=True, max_tokens=12, extra_args={SHIPPED: tuple(shipped)})
         request = Request(0, params, [5, 6])
         runner = OtherProcess(MODELS[SecondRunner], random.Random(seed), 1, lambda request: [])

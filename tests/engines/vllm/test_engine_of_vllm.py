@@ -207,6 +207,22 @@ async def test_a_failing_processor_ends_its_request_with_an_error(fields: dict[s
         assert engine.num_unfinished() == 0
 
 
+class Unloadable(BannedTokens):
+    """Exits where it is unpickled, as a module does that is imported then."""
+
+    name = "acme/unloadable"
+
+    def __setstate__(self, state: object) -> None:
+        raise SystemExit(0)
+
+
+async def test_a_processor_that_vllms_process_cannot_load_is_named() -> None:
+    async with running() as (engine, _):
+        found = await collect(engine, request(one(BannedTokens, token_ids=[5]), one(Unloadable, token_ids=[4])))
+        assert found.error == "logits processor acme/unloadable: cannot be loaded in vLLM's process (SystemExit)"
+        assert (await collect(engine, request())).token_ids == greedy(6)
+
+
 async def test_the_smoke_test_runs_as_a_callable() -> None:
     forced = ForcedSequenceProcessor([5, 6, 7], EOS, prompt_length=len(PROMPT))
     async with running() as (engine, _):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from adapters.catalog import precompute
-from adapters.chain import ProcessorChain
+from adapters.chain import ProcessorChain, ProcessorFailed
+from adapters.interrupts import is_interrupt
 from adapters.vllm.model import ModelFacts
 from adapters.vllm.reports import REPORTS
 from adapters.vllm.requests import Params
@@ -51,5 +52,18 @@ class ChainReceiver:
 
 
 def _chain_of(shipped: Shipped, begun: ProcessorChain | None) -> ProcessorChain:
-    chain: ProcessorChain = pickle.loads(shipped.chain) if begun is None else begun
+    """The chain that goes on, or that a request carries.
+
+    Raises:
+        ProcessorFailed: it cannot be loaded.
+    """
+    if begun is not None:
+        return begun
+    try:
+        chain: ProcessorChain = pickle.loads(shipped.chain)
+    except BaseException as error:  # of any class: third parties' processors, which may exit
+        if is_interrupt(error):
+            raise
+        problem = f"cannot be loaded in vLLM's process ({type(error).__name__})"
+        raise ProcessorFailed(shipped.suspects, "raised", problem) from error
     return chain

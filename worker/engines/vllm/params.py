@@ -58,11 +58,13 @@ class Shipped(NamedTuple):
         chain: The chain, pickled; it stands at the end of the prompt that vLLM has.
         end_id: Token that ends the answer when the chain fails.
         report: Name of the failure and the receipt.
+        suspects: Names of the processors that may prove to be impossible to load.
     """
 
     chain: bytes
     end_id: int
     report: str
+    suspects: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ def shipped(native: NativeRequest, report: str, eos_token_ids: Sequence[int]) ->
             raise
         problem = f"{native.chain.unpicklable()} cannot be sent to vLLM's process: {type(error).__name__}: {error}"
         raise InvalidRequest("sampling_params.logits_processor", problem) from error
-    return Shipped(packed, end_id, report)
+    return Shipped(packed, end_id, report, native.chain.suspects)
 
 
 def _is_vllms(temperature: float | None) -> bool:

@@ -141,7 +141,7 @@ class Sampler:
             apply_bitmask(logits, bitmask)
             masked = (one for one in forced_rows(planned) if not is_allowed(bitmask[one.row], one.token_id))
             errors |= {one.row: one.refuse("the bitmask masks") for one in masked if one.row not in errors}
-        failed = apply_late(logits, planned, lambda: self._mask_never(logits))
+        failed = apply_late(logits, planned, self._mask_never)
         errors |= {row: str(failure) for row, failure in failed.items()}
 
     def _mask_never(self, logits: torch.Tensor) -> None:
