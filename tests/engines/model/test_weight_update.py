@@ -254,7 +254,7 @@ def cut_off(path: Path) -> None:
 def test_files_are_read_in_one_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], changed: str
 ) -> None:
-    """A trainer that writes its next checkpoint meanwhile: weights of two of them were never there."""
+    """A trainer writes its next checkpoint meanwhile: weights of two of them were never there."""
     for name in ("one", "two"):
         path = tmp_path / f"{name}.safetensors"
         save_file({name: torch.ones(4)}, path)

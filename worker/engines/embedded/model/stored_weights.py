@@ -51,8 +51,8 @@ def read_weights(source: Path | memoryview, ignored: Collection[str] = ()) -> di
         ignored: Names of tensors that are left out, of whatever type they are.
 
     Raises:
-        ModelFileError: a file is missing, damaged, or holds a tensor of a type of no weights; or one
-            has changed while they were read.
+        ModelFileError: a file is missing, damaged, or holds a tensor of a type of no weights; or
+            one has changed while they were read.
     """
     if isinstance(source, memoryview):
         return _weights_of("body", source, ignored)
