@@ -17,6 +17,11 @@ from typing import Any
 
 from worker.engines.embedded.training import Rollout
 
+UNCHANGED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling controls that change no probability; unset, each is the model's own
+(``generation_config.json``).
+"""
+
 
 class WorkerError(RuntimeError):
     """No worker did what it was asked for; the message is one line with the reason."""
@@ -86,14 +91,16 @@ class Workers:
             raise WorkerError("no worker is left: none of --engine-url answers")
 
     def sample(self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, seed: int) -> list[list[Sample]]:
-        """`n` answers to each prompt at temperature 1; seed and weights determine them."""
+        """`n` answers to each prompt, sampled from the model's own distribution; seed and weights
+        determine them.
+        """
         with ThreadPoolExecutor(len(prompts)) as pool:
             asked = [(list(prompt), n, max_tokens, seed + place) for place, prompt in enumerate(prompts)]
             return list(pool.map(lambda one: self._sample(*one), asked))
 
     def _sample(self, prompt: list[int], n: int, max_tokens: int, seed: int) -> list[Sample]:
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "n": n, "max_tokens": max_tokens, "seed": seed}
-        body |= {"temperature": 1.0, "logprobs_mode": "train", "nvext": {"extra_fields": ["engine_data"]}}
+        body |= {**UNCHANGED, "logprobs_mode": "train", "nvext": {"extra_fields": ["engine_data"]}}
         answer = _asked(f"{self._url}/v1/completions", body)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         for one in choices:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -106,6 +108,19 @@ def test_weights_are_found_from_where_the_trainer_is(
     sampler.update(Path("newest"), "1")
     (group,) = sampler.sample([[9, 30, 41]], n=1, max_tokens=2, seed=1)
     assert group[0].versions == ("1",)
+
+
+def test_rollouts_are_of_the_model_itself(tmp_path: Path, tiny_model: Path) -> None:
+    """Not of what is left by the controls that its checkpoint recommends."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 1, "top_p": 0.5, "repetition_penalty": 1.3}
+    (model / "generation_config.json").write_text(json.dumps(recommended))
+    with served(tmp_path / "stack", model) as stack:
+        _, url = start(stack)
+        sampler = workers.Workers(Door(stack).url, [url], KEY)
+        (group,) = sampler.sample([[9, 30, 41]], n=8, max_tokens=6, seed=1)
+    assert len({tuple(one.rollout.token_ids) for one in group}) > 4
 
 
 class Killing:

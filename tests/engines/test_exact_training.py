@@ -196,6 +196,21 @@ def test_a_mistake_is_named(exact: ExactLogprobs, name: str) -> None:
         exact([rollout])
 
 
+WRONG_CONTROLS: dict[str, tuple[dict[str, Any], str]] = {
+    "top_k": ({"top_k": -1}, "at least 0, got -1"),
+    "temperature": ({"temperature": -0.5}, "at least 0 and finite, got -0.5"),
+    "top_p": ({"top_p": 1.5}, "at least 0 and at most 1, got 1.5"),
+    "min_p": ({"min_p": float("nan")}, "at least 0 and at most 1, got nan"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONTROLS)
+def test_controls_that_no_request_has_are_named(exact: ExactLogprobs, name: str) -> None:
+    given, problem = WRONG_CONTROLS[name]
+    with pytest.raises(InvalidRequest, match=f"^controls: {name} must be {problem}$"):
+        exact.values(ROLLOUTS, Controls(**given))
+
+
 def test_a_checkpoint_that_transformers_cannot_read(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """transformers loads it with random weights, and says so in a table alone."""
     policy = policy_of(checkpoints["llama"])

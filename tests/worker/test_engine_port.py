@@ -216,6 +216,13 @@ async def test_fields_are_checked(trainer: Trainer, name: str, fields: dict[str,
     assert message in answer["message"]
 
 
+async def test_a_field_is_given_once(trainer: Trainer) -> None:
+    for path in ("pause?mode=keep", "update_weights?weight_version=7&mode=keep"):
+        status, answer = await trainer.ask(f"/engine/{path}", b'{"mode": "abort"}')
+        assert (status, answer["message"]) == (400, "mode: is in the query and in the body")
+    assert (await trainer.tell("get_weight_version"))["state"] == "serving"
+
+
 WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "shape": ({NORM: torch.ones(3)}, f"tensor {NORM}: must be of shape [64], as the model's is, got [3]"),
     "name": ({"norm": torch.ones(64)}, "tensor 'norm': the model has none of this name"),
@@ -337,6 +344,25 @@ async def test_what_a_pause_has_kept_finishes_in_the_next(trainer: Trainer) -> N
     assert not later.done()
     await trainer.tell("resume")
     assert len((await later).token_ids) == 5
+
+
+@pytest.mark.parametrize("mode", ["abort", "finish", "keep"])
+async def test_the_mode_of_an_update_in_a_pause(trainer: Trainer, models: list[Path], mode: str) -> None:
+    """It is of what the pause has kept."""
+    growing, wants = Generated(), {"annotations": ["return_token_ids"]}
+    task = asyncio.create_task(trainer.generate(LONG, growing, **wants))
+    while len(growing.token_ids) < 5:
+        await asyncio.sleep(0.001)
+    await trainer.tell("pause", mode="keep")
+    told = await trainer.tell("update_weights_from_disk", model_path=str(models[1]), mode=mode)
+    assert told["state"] == "paused"
+    if mode != "keep":
+        await asyncio.wait_for(asyncio.shield(task), 10)
+    await trainer.tell("resume")
+    answer = await task
+    assert answer.chunks[-1].get("engine_data", {}).get("abort", False) == (mode == "abort")
+    assert (len(answer.token_ids) == LONG) == (mode != "abort")
+    assert len(answer.versions) == (2 if mode == "keep" else 1)
 
 
 async def test_a_pause_lets_requests_finish(trainer: Trainer, models: list[Path]) -> None:

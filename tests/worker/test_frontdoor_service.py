@@ -211,6 +211,11 @@ def test_nothing_is_both_served_and_elsewhere(path: str) -> None:
     assert instead_of(path + "/below") == ELSEWHERE[path]
 
 
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"])
+def test_vllms_routes_of_trainers_are_at_workers(path: str) -> None:
+    assert "at a worker's --engine-port" in str(instead_of(path))
+
+
 def test_a_path_that_nobody_serves() -> None:
     assert instead_of("/v1/zzz") is None
 

@@ -146,6 +146,21 @@ async def test_an_update_waits_or_aborts(trainer: Trainer, models: list[Path]) -
         assert len({each["version"] for each in answer.versions}) == 1
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_an_update_in_a_pause_aborts_or_keeps(trainer: Trainer, models: list[Path], aborts: bool) -> None:
+    """SGLang's waits for nothing there: what the pause keeps goes on behind it."""
+    task, _ = await begun(trainer, LONG)
+    await post(trainer, "/pause_generation", {"mode": "retract"})
+    fields = {"model_path": str(models[0]), "abort_all_requests": aborts}
+    await asyncio.wait_for(post(trainer, "/update_weights_from_disk", fields), 10)
+    if aborts:
+        await asyncio.wait_for(asyncio.shield(task), 10)
+    await post(trainer, "/continue_generation")
+    answer = await task
+    assert answer.chunks[-1]["engine_data"].get("abort", False) == aborts
+    assert len(answer.versions) == (1 if aborts else 2)
+
+
 async def test_verl_releases_and_resumes_memory(trainer: Trainer, models: list[Path]) -> None:
     """Both kinds at once, weights back first, then an update, then the KV cache."""
     before = await trainer.generate(20)

@@ -20,6 +20,7 @@ from adapters.strict_json import read_object
 from worker.engines.lora_config import LoraConfig, read_config
 from worker.errors import ConfigurationError, InvalidRequest
 from worker.models.problems import ModelFileError, shown
+from worker.models.regular_files import read_regular, unchanged
 from worker.models.weight_files import StoredTensor, header_of, read_header
 
 FLAG = "--lora-modules"
@@ -224,8 +225,10 @@ def read_files(name: str, directory: Path, base: Shapes, transposed: AbstractSet
 
 
 def _content(directory: Path, name: str) -> bytes:
+    path = directory / name
     try:
-        return (directory / name).read_bytes()
+        with unchanged([path]):
+            return read_regular(path)
     except OSError as error:
         raise ModelFileError(f"{name} cannot be read: {error.strerror or error}") from None
 

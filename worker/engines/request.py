@@ -93,8 +93,8 @@ class EngineRequest:
         cache_salt: Requests share the KV of a common prefix only if they have the same salt.
         lora_name: LoRA adapter, one of `EngineInfo.adapters`; None for the model itself.
         images: Pictures of the prompt, only where `EngineInfo.takes_images`.
-        lora_digest: Digest of the adapter that was meant: an engine that has another one of this
-            name by now refuses the request.
+        lora_digest: Digest of the adapter that was meant: an engine that does not have it any more
+            refuses the request.
         draft_model: `EngineInfo.draft_model` where a processor computes with it, else None.
         hints: Facts that change no token.
         defaulted: Names of the fields of `params` whose values are the model's, since the request

@@ -145,7 +145,7 @@ class UpdatesWeights(Protocol):
             source: Directory of safetensors files, or one such file; or safetensors in memory,
                 which must not change meanwhile.
             name: Name of the new version, None for its number.
-            mode: Treatment of requests in flight, unless the engine is paused.
+            mode: Treatment of requests in flight, those that a pause has kept among them.
 
         Raises:
             WeightsRefused: a tensor cannot be taken.

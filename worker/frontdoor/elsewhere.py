@@ -13,6 +13,7 @@ _NO_SCORES = "the models served generate text; echo with logprobs of POST /v1/co
 _NO_SOUND = "the models served write text, and read no sound"
 _NO_CONTROL = "it would change the server for all clients; an operator sets options at start (docs/operations.md)"
 _WITH_ENGINES = "served by a front door with --engine-url, and at a worker's --engine-port (docs/recipes/rollouts.md)"
+_AT_WORKERS = "weights change, pause and sleep at a worker's --engine-port (docs/weights.md)"
 _ADAPTERS = "adapters are loaded at a worker's --engine-port (docs/models.md)"
 
 ELSEWHERE: dict[str, str] = {
@@ -58,12 +59,28 @@ ELSEWHERE: dict[str, str] = {
     "/invocations": f"use {_CHAT} or {_COMPLETIONS}",
     "/load": "the workers' load is in GET /metrics",
     "/server_info": "use GET /version and GET /openapi.json",
-    "/reset_prefix_cache": _NO_CONTROL,
+    "/reset_prefix_cache": _AT_WORKERS,
     "/reset_mm_cache": _NO_CONTROL,
-    "/sleep": _NO_CONTROL,
-    "/wake_up": _NO_CONTROL,
-    "/is_sleeping": "the server does not sleep; use GET /health",
+    "/reset_encoder_cache": _NO_CONTROL,
+    "/sleep": _AT_WORKERS,
+    "/wake_up": _AT_WORKERS,
+    "/is_sleeping": _AT_WORKERS,
+    "/release_kv_cache_memory": _AT_WORKERS,
     "/collective_rpc": _NO_CONTROL,
+    "/pause": _AT_WORKERS,
+    "/resume": _AT_WORKERS,
+    "/is_paused": _AT_WORKERS,
+    "/abort_requests": _AT_WORKERS,
+    "/update_weights": _AT_WORKERS,
+    "/init_weight_transfer_engine": _AT_WORKERS,
+    "/shutdown_weight_transfer_engine": _AT_WORKERS,
+    "/start_weight_update": _AT_WORKERS,
+    "/start_draft_weight_update": _AT_WORKERS,
+    "/finish_weight_update": _AT_WORKERS,
+    "/update_weight_version": _AT_WORKERS,
+    "/weight_info": _AT_WORKERS,
+    "/weight_checker": _AT_WORKERS,
+    "/get_world_size": _AT_WORKERS,
     "/start_profile": _NO_CONTROL,
     "/stop_profile": _NO_CONTROL,
     "/scale_elastic_ep": _NO_CONTROL,
@@ -81,8 +98,8 @@ ELSEWHERE: dict[str, str] = {
     "/flush_cache": _WITH_ENGINES,
     "/abort_request": f"one ends when its client closes the connection; for all of them it is {_WITH_ENGINES}",
     "/update_weights_from_disk": _WITH_ENGINES,
-    "/update_weights_from_tensor": _NO_CONTROL,
-    "/update_weights_from_distributed": _NO_CONTROL,
+    "/update_weights_from_tensor": _AT_WORKERS,
+    "/update_weights_from_distributed": _AT_WORKERS,
     "/pause_generation": _WITH_ENGINES,
     "/continue_generation": _WITH_ENGINES,
     "/release_memory_occupation": _WITH_ENGINES,

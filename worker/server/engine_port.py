@@ -209,7 +209,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body(name, routes.max_bytes(name, is_json=is_json))
         if name == "update_weights" and not is_json:
             return name, Asked(dict(query), body), route
-        return name, Asked(dict(query) | self._json(body)), route
+        fields = self._json(body)
+        if both := sorted(fields.keys() & dict(query).keys()):
+            raise Refused(400, f"{both[0]}: is in the query and in the body", is_read=True)
+        return name, Asked(dict(query) | fields), route
 
     def _json(self, body: memoryview) -> dict[str, Any]:
         if not len(body):

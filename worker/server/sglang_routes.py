@@ -173,7 +173,8 @@ class SglangRoutes:
             raise InvalidRequest(
                 "keep_pause", "must be false: a worker that was paused before stays paused, and no other"
             )
-        mode: PauseMode = "abort" if _flag(fields, "abort_all_requests", default=False) else "finish"
+        waits: PauseMode = "keep" if self._routes.weights.weights_state == "paused" else "finish"
+        mode: PauseMode = "abort" if _flag(fields, "abort_all_requests", default=False) else waits
         path = Path(text_of(fields, "model_path", 4096))
         await self._routes.update_from(path, version_name(fields), mode)
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}

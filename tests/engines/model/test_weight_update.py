@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from third_party_checkpoints import write as write_third_party
 
 from worker.engines.embedded import EmbeddedConfig
-from worker.engines.embedded.model import HfModel, load_model
+from worker.engines.embedded.model import HfModel, load_model, stored_weights
 from worker.engines.embedded.model.llama import LlamaNetwork
 from worker.engines.embedded.model.llama_weights import LlamaWeights
 from worker.engines.embedded.model.network import Network
@@ -30,6 +31,7 @@ from worker.engines.embedded.model.updates import PackedUpdates
 from worker.engines.embedded.model.weight_update import tensors_in
 from worker.engines.weights import WeightsRefused
 from worker.models import convert_gguf
+from worker.models.problems import ModelFileError
 from worker.models.weight_files import SINGLE
 from worker.tiny_model import write_tiny_model
 
@@ -230,3 +232,45 @@ def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
     for other in ({"lm_head.weight": head}, {**weights, "lm_head.weight": head + 1}):
         with pytest.raises(WeightsRefused, match="the model's embeddings are tied"):
             updates.check(other)
+
+
+def written(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"next")
+
+
+def replaced(path: Path) -> None:
+    (path.parent / "next").write_bytes(path.read_bytes())
+    (path.parent / "next").replace(path)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+@pytest.mark.parametrize("changed", ["one.safetensors", "two.safetensors"])
+@pytest.mark.parametrize("change", [written, replaced, cut_off])
+def test_files_are_read_in_one_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], changed: str
+) -> None:
+    """A trainer writes its next checkpoint meanwhile: weights of two of them were never there."""
+    for name in ("one", "two"):
+        path = tmp_path / f"{name}.safetensors"
+        save_file({name: torch.ones(4)}, path)
+        os.utime(path, (1, 1))
+    real, read = stored_weights._content, list[Path]()
+
+    def content(path: Path) -> memoryview:
+        found = real(path)
+        if not read:
+            change(tmp_path / changed)
+        read.append(path)
+        return found
+
+    monkeypatch.setattr(stored_weights, "_content", content)
+    with pytest.raises(ModelFileError, match=f"^{changed}: cannot be read: It has changed while it was read$"):
+        read_weights(tmp_path)
+    monkeypatch.undo()
+    if change is not cut_off:
+        assert set(read_weights(tmp_path)) == {"one", "two"}

@@ -139,7 +139,9 @@ def test_an_adapter_that_is_none_is_refused_by_its_name(folder: Path) -> None:
     assert shared.session.is_idle
 
 
-def test_a_request_keeps_its_adapter_when_it_is_replaced(folder: Path, alone: dict[str | None, list[int]]) -> None:
+def test_a_request_keeps_its_adapter_when_it_is_replaced(
+    folder: Path, alone: dict[str | None, list[int]], tmp_path: Path
+) -> None:
     shared = engine(folder)
     adapters = shared.session.stepper.adapters
     assert adapters is not None
@@ -153,6 +155,12 @@ def test_a_request_keeps_its_adapter_when_it_is_replaced(folder: Path, alone: di
         found |= {result.request_id: list(result.outputs[0].token_ids) for result in shared.step()}
     assert (found[before], found[after]) == (alone["mine"], alone["other"])
     meant = EngineRequest("r", PROMPT, SamplingParams(), lora_name="mine", lora_digest=digest)
+    for _ in range(2):  # it waited for its grammar meanwhile
+        found_again = adapters.of(meant)
+        assert found_again is not None
+        assert found_again.digest == digest
+        adapters.load("mine", folder / "other")  # what is there already replaces nothing
+    adapters.load("mine", write_adapter(tmp_path / "newest", folder / "model", seed=3))
     with pytest.raises(InvalidRequest, match="the LoRA adapter mine was replaced"):
         adapters.of(meant)
     adapters.unload("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from lora_adapters import write_adapter
 from safetensors.torch import load_file, save_file
 
 from worker.arguments import parse_arguments
-from worker.engines import EngineRequest
+from worker.engines import EngineRequest, lora_adapters
 from worker.engines.lora_adapters import CONFIG, WEIGHTS, Adapter, read_adapters
 from worker.engines.vllm import VllmConfig, VllmEngine, config_from
 from worker.engines.vllm.settings import OWN
@@ -80,8 +81,14 @@ def renamed(before: str, after: str) -> Callable[[Path], object]:
     return weighed(lambda tensors: {name.replace(before, after): tensor for name, tensor in tensors.items()})
 
 
+def piped(adapter: Path) -> None:
+    (adapter / CONFIG).unlink()
+    os.mkfifo(adapter / CONFIG)
+
+
 BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda adapter: (adapter / CONFIG).unlink(), f"{CONFIG} cannot be read: No such file"),
+    (piped, f"{CONFIG} cannot be read: Not a regular file"),
     (lambda adapter: (adapter / CONFIG).write_text("{"), f"{CONFIG}: "),
     (configured(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
     (lambda adapter: (adapter / WEIGHTS).unlink(), f"must have {WEIGHTS}"),
@@ -125,6 +132,27 @@ def test_bad_adapters_are_refused_by_name(model: Path, tmp_path: Path, number: i
         read_adapters([("mine", str(adapter))], str(model))
     assert str(refused.value).startswith("--lora-modules: mine: ")
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_an_adapter_that_changes_while_it_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A trainer writes its next one: matrices of two of them are no adapter."""
+    adapter = write_adapter(tmp_path / "adapter", model)
+    for file in adapter.iterdir():
+        os.utime(file, (1, 1))
+    real = lora_adapters.read_regular
+
+    def read(path: Path) -> bytes:
+        content = real(path)
+        if path.name == name:
+            path.write_bytes(content)
+        return content
+
+    monkeypatch.setattr(lora_adapters, "read_regular", read)
+    with pytest.raises(ConfigurationError, match=f"^--lora-modules: mine: {name} cannot be read: It has changed"):
+        read_adapters([("mine", str(adapter))], str(model))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save
 from system_faults import full_disk
@@ -137,10 +141,6 @@ async def test_an_update_of_vllm(model: Path, mode: PauseMode, asked: list[str])
     assert all(torch.equal(llm.loaded[name], tensor) for name, tensor in tensors.items())
     again = await weights.update_weights(memoryview(save(tensors)), None, mode)
     assert (again.version.number, again.version.digest) == (2, first.version.digest)
-    await weights.pause("keep")
-    llm.asked.clear()
-    await weights.update_weights(model, None, mode)
-    assert (llm.asked, weights.weights_state) == (UPDATE, "paused")
 
 
 async def test_tied_embeddings_are_one_weight(tmp_path: Path) -> None:
@@ -186,6 +186,24 @@ async def test_what_a_pause_has_kept_finishes_in_the_next(model: Path) -> None:
     for mode in modes:
         await weights.pause(mode)
     assert (llm.asked, weights.weights_state) == (["pause keep", "resume", "pause wait"], "paused")
+
+
+ORDERS_IN_A_PAUSE: list[tuple[PauseMode, list[str]]] = [
+    ("keep", UPDATE),
+    ("finish", ["resume", "pause wait", *UPDATE]),
+    ("abort", ["pause abort", *UPDATE]),
+]
+
+
+@pytest.mark.parametrize(("mode", "asked"), ORDERS_IN_A_PAUSE)
+async def test_the_mode_of_an_update_in_a_pause(model: Path, mode: PauseMode, asked: list[str]) -> None:
+    llm, running, table = Llm(), RunningRequest("r"), RequestTable[RunningRequest]()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), table, "base", list[str]().append)
+    await weights.pause("keep")
+    table.add(running)
+    await weights.update_weights(model, None, mode)
+    assert llm.asked == ["pause keep", *asked]
+    assert (running.done, weights.weights_state) == (mode == "abort", "paused")
 
 
 async def test_an_update_that_fails_half_way_breaks_the_engine(model: Path) -> None:
@@ -248,6 +266,33 @@ async def test_weights_without_room_are_refused(model: Path, tmp_path: Path, mon
         await weights.update_weights(memoryview(content), None, "keep")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert (await weights.update_weights(memoryview(content), None, "keep")).version.number == 1
+
+
+@pytest.mark.parametrize("is_one", [True, False], ids=["one file", "two files"])
+async def test_files_that_are_cut_off_meanwhile(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_one: bool
+) -> None:
+    """A trainer writes its next checkpoint: of what was mapped the worker would die."""
+    source = model if is_one else in_two_files(model, tmp_path / "parts")
+    files = list(source.glob("*.safetensors"))
+    for file in files:
+        os.utime(file, (1, 1))
+    copy = shutil.copyfile if is_one else safetensors.torch.save_file
+
+    def cutting(*given: Any) -> None:
+        if is_one:
+            copy(*given)
+        for file in files:
+            os.truncate(file, 4096)
+        if not is_one:
+            copy(*given)
+
+    monkeypatch.setattr(*(shutil, "copyfile", cutting) if is_one else (safetensors.torch, "save_file", cutting))
+    llm = Llm()
+    weights = VllmWeights(llm, VllmConfig(model_path=str(model)), RequestTable(), "base", lambda reason: None)
+    with pytest.raises(WeightsRefused, match=r"^model_path: .*It has changed while it was read: .*\.safetensors"):
+        await weights.update_weights(source, None, "keep")
+    assert (llm.asked, weights.weight_version.number) == ([], 0)
 
 
 HOLDS = """

@@ -49,11 +49,13 @@ class LoadedAdapters:
         self.digests: dict[str, str] = {}
         self._read = read
         self._loaded: dict[str, LoadedAdapter] = {}
+        self._replaced: dict[str, LoadedAdapter] = {}  # requests that were prepared before may come yet
 
     def load(self, name: str, directory: Path) -> str:
         """Read an adapter, in place of one of this name; returns its digest.
 
-        Requests that compute with another one of this name go on with it.
+        Requests that compute with another one of this name go on with it, and those that meant it
+        begin with it until the next one is loaded.
 
         Raises:
             AdapterRefused: it cannot be read, or not be served.
@@ -63,6 +65,9 @@ class LoadedAdapters:
             adapter = self._read(name, directory)
         except ModelFileError as error:
             raise AdapterRefused(name, str(error)) from None
+        before = self._loaded.get(name)
+        if before is not None and before.digest != adapter.digest:
+            self._replaced[name] = before
         self._loaded[name] = adapter
         self.digests[name] = adapter.digest
         seconds, size = time.perf_counter() - started_s, adapter.packed.nbytes / 2**20
@@ -73,6 +78,7 @@ class LoadedAdapters:
         """Drop an adapter; requests that compute with it go on. Raises `UnknownAdapter`."""
         if self._loaded.pop(name, None) is None:
             raise UnknownAdapter(name)
+        self._replaced.pop(name, None)
         del self.digests[name]
         logger.info("LoRA adapter %s: unloaded", name)
 
@@ -88,11 +94,15 @@ class LoadedAdapters:
         """The adapter that a request has chosen, None for the model itself.
 
         Raises:
-            InvalidRequest: there is no such adapter any more, or another one of its name.
+            InvalidRequest: there is no such adapter any more, or another one of its name and of the
+                one that this has replaced.
         """
         if request.lora_name is None:
             return None
         adapter = self.named(request.lora_name)
-        if request.lora_digest not in (None, adapter.digest):
+        if request.lora_digest in (None, adapter.digest):
+            return adapter
+        before = self._replaced.get(request.lora_name)
+        if before is None or request.lora_digest != before.digest:
             raise InvalidRequest(FIELD, f"the LoRA adapter {request.lora_name} was replaced by another one")
-        return adapter
+        return before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,8 @@ class ExactLogprobs:
                 probabilities after them (``processed``); None for the model's own (``raw``).
 
         Raises:
-            InvalidRequest: a token is not in the vocabulary, or a text is too long.
+            InvalidRequest: a token is not in the vocabulary, a text is too long, or `controls` has
+                a value that no request may have.
             StartupError: the policy has other tensors than the checkpoint's model by now.
             RuntimeError: the logits of a token are not finite.
         """
@@ -162,6 +163,10 @@ class ExactLogprobs:
                 )
 
     def _score(self, rollouts: Sequence[Rollout], controls: Controls | None) -> list[_AnswerTap]:
+        try:
+            SamplingParams(**({} if controls is None else asdict(controls)))
+        except ValueError as error:
+            raise InvalidRequest("controls", str(error)) from None
         requests = [self._request(number, rollout, controls) for number, rollout in enumerate(rollouts)]
         self._check_tensors()
         for left in list(self._stepper.scheduler.queues.live):  # by a call that was interrupted

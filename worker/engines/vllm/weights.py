@@ -36,6 +36,7 @@ from worker.engines.weights import (
 )
 from worker.errors import EngineBroken, ServingError, one_line
 from worker.models.problems import ModelFileError
+from worker.models.regular_files import read_regular, unchanged
 from worker.models.weight_files import SINGLE, WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -121,8 +122,7 @@ class VllmWeights:
                 field = "model_path" if isinstance(source, Path) else "body"
                 digests = await asyncio.to_thread(self._checked, directory, field)
                 version = self._version.following(digest_of_update("", digests.items()), name)
-                if not self._is_paused:
-                    await self._hold(mode)
+                await self._settle(mode)
                 await self._load(directory)
                 self._version = version
                 if not self._is_paused:
@@ -136,10 +136,7 @@ class VllmWeights:
         if mode == "abort" and self._lock.locked():
             await self.abort_all()
         async with exclusive(self._lock, waits=mode == "abort"):
-            if self._is_paused and mode == "finish":
-                await self._let_go()  # what it has kept
-            if not self._is_paused or mode != "keep":
-                await self._hold(mode)
+            await self._settle(mode)
             self._is_paused = True
 
     async def resume(self) -> None:
@@ -176,6 +173,13 @@ class VllmWeights:
     def fail(self, failure: ServingError) -> None:
         """The engine has ended: whoever waits for vLLM is told."""
         self._calls.fail(failure)
+
+    async def _settle(self, mode: PauseMode) -> None:
+        """`_hold`, also of what a pause has kept."""
+        if self._is_paused and mode == "finish":
+            await self._let_go()
+        if not self._is_paused or mode != "keep":
+            await self._hold(mode)
 
     async def _hold(self, mode: PauseMode) -> None:
         """Let vLLM compute nothing, once what `mode` says has become of requests in flight.
@@ -276,10 +280,11 @@ def _copy(source: Path | memoryview, directory: Path) -> None:
             (directory / SINGLE).write_bytes(source)
             return
         files = [source] if source.is_file() else [source / file for file in WeightFiles(source).files]
-        if len(files) == 1:
-            shutil.copyfile(files[0], directory / SINGLE)
-            return
-        _join(files, directory / SINGLE)
+        with unchanged(files):
+            if len(files) == 1:
+                shutil.copyfile(files[0], directory / SINGLE)
+            else:
+                _join(files, directory / SINGLE)
     except OSError as error:
         if isinstance(source, memoryview) or error.errno in _FULL:
             raise _no_room(directory.parent, error.strerror or str(error)) from None
@@ -296,12 +301,11 @@ def _no_room(root: Path, problem: str) -> WeightsRefused:
 
 def _join(files: list[Path], target: Path) -> None:
     """Copy the tensors of all files into one. Raises `WeightsRefused` if it cannot be written."""
-    from safetensors.torch import save_file
+    from safetensors.torch import load, save_file
 
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors |= load(read_regular(path))  # not mapped: a trainer may cut it off meanwhile
     try:
         save_file(tensors, target)
     except SafetensorError as error:  # of the system: the files have been read

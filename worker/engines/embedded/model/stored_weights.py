@@ -13,7 +13,7 @@ from worker.engines.embedded.host import memory as host_memory
 from worker.engines.embedded.model.quantisation import QuantisedWeight, StackedExperts, e8m0_halves
 from worker.models.problems import ModelFileError
 from worker.models.quantised import CODES, MOST_E8M0, OFFSETS, SCALES, TRANSPOSED
-from worker.models.regular_files import open_regular
+from worker.models.regular_files import open_regular, unchanged
 from worker.models.weight_files import INDEX, MAX_HEADER_BYTES, SINGLE, StoredTensor, WeightFiles, header_of
 
 Weight = torch.Tensor | QuantisedWeight | StackedExperts
@@ -51,16 +51,18 @@ def read_weights(source: Path | memoryview, ignored: Collection[str] = ()) -> di
         ignored: Names of tensors that are left out, of whatever type they are.
 
     Raises:
-        ModelFileError: a file is missing, damaged, or holds a tensor of a type of no weights.
+        ModelFileError: a file is missing, damaged, or holds a tensor of a type of no weights; or
+            one has changed while they were read.
     """
     if isinstance(source, memoryview):
         return _weights_of("body", source, ignored)
-    found: dict[str, Weight] = {}
-    for path in _files(source):
-        try:
-            content = _content(path)
-        except (OSError, ValueError) as error:
-            raise ModelFileError(f"{path.name}: cannot be read: {error}") from None
+    files, found = list(_files(source)), dict[str, Weight]()
+    try:
+        with unchanged(files):
+            contents = [_content(path) for path in files]
+    except OSError as error:
+        raise ModelFileError(f"{Path(error.filename).name}: cannot be read: {error.strerror}") from None
+    for path, content in zip(files, contents, strict=True):
         for name, weight in _weights_of(path.name, content, ignored).items():
             if name in found:
                 raise ModelFileError(f"{path.name}: tensor {name} is in another file, too")
@@ -80,13 +82,16 @@ def _files(source: Path) -> Iterable[Path]:
 
 
 def _content(path: Path) -> memoryview:
-    """The bytes of a file, as they are now, in memory of our own."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        [memory] = host_memory.zeros(1, (size,), torch.uint8, torch.device("cpu"))
-        content, read = memory.numpy().data, 0
-        while read < size and (more := file.readinto(content[read:])):
-            read += more
+    """The bytes of a file, as they are now, in memory of our own. Raises `ModelFileError`."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            [memory] = host_memory.zeros(1, (size,), torch.uint8, torch.device("cpu"))
+            content, read = memory.numpy().data, 0
+            while read < size and (more := file.readinto(content[read:])):
+                read += more
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path.name}: cannot be read: {error}") from None
     return content[:read]
 
 

@@ -109,8 +109,7 @@ class WeightControl:
                 version = self._next_version(given, name)
                 made = [await self._made(given)] if self._updates.is_beside else []
             try:
-                if self.weights_state == "serving":
-                    await self._hold(mode)
+                await self._settle(mode)
                 with _refusing_out_of_memory():
                     network = made.pop() if made else await self._made(given)
                 await self._call(lambda stepper: self._change(stepper, network, given, version))
@@ -131,13 +130,11 @@ class WeightControl:
         """See `UpdatesWeights.pause`; ``abort`` also ends the wait of a pause before it, and what
         waits in one, or in a sleep.
         """
-        if mode == "abort" and (self._lock.locked() or self.weights_state != "serving"):
+        if mode == "abort" and self._lock.locked():
             self._streams.abort_all()
         async with exclusive(self._lock, waits=mode == "abort"):
-            state = self.weights_state
             try:
-                if state == "serving" or (state == "paused" and mode == "finish"):
-                    await self._hold(mode)
+                await self._settle(mode)
                 self._is_paused = True
             finally:
                 await self._let_go()  # unless it pauses now
@@ -250,6 +247,16 @@ class WeightControl:
         is_whole = digests.keys() >= self._updates.shapes.keys()
         digest = digest_of_update("" if is_whole else self._base.digest, digests.items())
         return self._version.following(digest, name)
+
+    async def _settle(self, mode: PauseMode) -> None:
+        """Compute nothing, once what `mode` says has become of requests in flight, those that a
+        pause has kept among them.
+        """
+        state = self.weights_state
+        if state == "serving" or (state == "paused" and mode == "finish"):
+            await self._hold(mode)
+        elif mode == "abort":
+            self._streams.abort_all()
 
     async def _hold(self, mode: PauseMode) -> None:
         """Compute nothing, once what `mode` says has become of requests in flight."""
