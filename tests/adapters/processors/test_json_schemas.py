@@ -334,6 +334,7 @@ PATTERNS = [
     *("^(?!aws:)[a-z:]+$", "^(?!.*--)[a-c-]*$", "^(?=.*a)(?=.*b).{2,4}$", "^[a-c]+(?<!c)$", "^ab(?!c)"),
     *("^(?!ab$)", "(?<!b)$", "^(a|b)(?=c)", "^(?:(?!a)[a-c]|ab)c?$", "^.{2}(?!a)b*", "(^a|b$)", "^a|b", "a(b|$)"),
     *("(a|^)b", "^(?!(a|b)$).*$", "[^a]b?$", "(?:^|,)a", "a{2}|b{1,2}$", "a??b", "(a*)*b", "^$|^a", "()a", "(|a)b"),
+    *("^(?!^[-:]*$)[-:]?a?$", "^(?=^a$|^b)", "[ab](?<!^a$)$", "(?<=^a$|b)$"),
     *("^[\\w-]+$", "\\D$", "[^\\s,]", "\\u0061|\\x62c", "^(?<name>a)b?", "^[a-b]{2,}?c*$", "\\.|a\\-"),
 ]
 
@@ -365,6 +366,9 @@ ATOMS = (
     "(?!b$)",
     "(|a)",
     "(?:^|b)",
+    "(?!^a|b)",
+    "(?=$a|$)",
+    "(?<!a^|b$)",
 )
 TIMES = ("", "", "", "*", "+", "?", "{2}", "{1,2}", "{0}", "{2,}", "*?")
 TEXTS = ["".join(chars) for length in range(4) for chars in product("abc1-", repeat=length)]
@@ -466,6 +470,8 @@ def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[An
     [
         ({"properties": {"a/b": {"pattern": "(a"}}}, "#/properties/a~1b/pattern: unclosed group"),
         ({"pattern": "^(?!a){2}"}, "#/pattern: nothing to repeat at 6"),
+        ({"pattern": "^(?!$a)a$"}, "#/pattern: has a look-around with ^, $"),
+        ({"pattern": "a(?<=a^)$"}, "#/pattern: has a look-around with ^, $"),
         ({"pattern": "^{1,}"}, "#/pattern: nothing to repeat at 1"),
         ({"pattern": "a{1}{2}"}, "#/pattern: nothing to repeat at 4"),
         ({"pattern": "\\ud83d\\u0041"}, "#/pattern: no character"),
