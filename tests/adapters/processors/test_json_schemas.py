@@ -444,6 +444,18 @@ CLOSED = {"additionalProperties": False}
             [{"a": 1, "c": 1}, {"a": "x"}],
         ),
         (
+            {
+                "$id": "urn:a",
+                "properties": {"own": {"$ref": "#/$defs/n"}, "other": {"$ref": "urn:b"}},
+                "$defs": {
+                    "n": {"type": "boolean"},
+                    "b": {"$id": "urn:b", "items": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "integer"}}},
+                },
+            },
+            [{"own": True, "other": [1]}],
+            [{"own": 1}, {"other": [True]}],
+        ),
+        (
             {"uniqueItems": True, "items": {"enum": ["a", 1, None]}, "minItems": 2},
             [["a", 1], [None, 1, "a"]],
             [["a"], ["a", "a"], [1, 1, "a"]],
