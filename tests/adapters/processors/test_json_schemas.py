@@ -289,6 +289,18 @@ def test_a_schema_in_a_grammar_is_read_in_one_way() -> None:
         Writer(Grammar, BYTES, lark='start: %json {"minimum": 1, "minimum": 2}')
 
 
+@pytest.mark.parametrize("impossible", [{"pattern": "^(?!a)a$"}, {"not": {"pattern": "^"}}, {"pattern": "^(?=b)a"}])
+def test_no_text_begins_that_cannot_end(impossible: dict[str, Any]) -> None:
+    """The name of such a member could be written, and no token was left behind it."""
+    member = {"type": "string", **impossible}
+    found = writer({"type": "object", "properties": {"a": member, "b": {}}, "additionalProperties": False})
+    assert not found.goes_on(b'{"a')
+    assert found.writes('{"b":1}')
+    assert not writer({"type": "array", "items": member}).goes_on(b'["')
+    with pytest.raises(ArgumentError, match="no JSON matches it"):
+        writer({"type": "array", "items": member, "minItems": 1})
+
+
 def test_a_named_member_has_no_other_spelling() -> None:
     found = writer({"properties": {"a": {"type": "integer"}}})
     assert found.writes('{"a":1}')
