@@ -38,18 +38,28 @@ def as_grammar(source: str, others: Sequence[dict[str, str]] = ()) -> str:
     return json.dumps({"grammars": [{"lark_grammar": source}, *others]})
 
 
-def regex_grammar(pattern: str) -> str:
+def regex_grammar(pattern: str, end: str = "", *, at_first: bool = True) -> str:
     """A regular expression as a grammar in llguidance's JSON form.
 
     llguidance's own ``grammar_from_regex`` drops a backslash at the end, and writes line breaks as
     ``\\n``, which flag ``x`` does not ignore.
+
+    Args:
+        pattern: The regular expression.
+        end: Expression of a terminal behind it, over which a lexeme of ``pattern`` alone could go
+            on.
+        at_first: Whether the text ends with the first ``end`` that may be one; otherwise a token
+            that is no text has to follow.
 
     Raises:
         ValueError: it ends in a backslash that escapes nothing.
     """
     if _ESCAPE.sub("", pattern).endswith("\\"):
         raise ValueError("incomplete escape sequence: it ends in a backslash")
-    return as_grammar(f"start: /{_ESCAPE.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), pattern)}/")
+    found = f"/{_ESCAPE.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), pattern)}/"
+    if not end:
+        return as_grammar(f"start: {found}")
+    return as_grammar(f"start: text\ntext{'[lazy]' if at_first else ''}: TEXT\nTEXT: {found} {end}")
 
 
 def in_one(grammar: str) -> str:

@@ -75,12 +75,13 @@ class StructuralTag(GrammarProcessor):
     Source: ``triggered_tags`` of XGrammar's structural tags, enforced by llguidance's lazy lexemes.
     The free text never contains a trigger; where the model has written one, only the tags that
     begin with it can follow, then free text again. A trigger may begin with a special token, which
-    then is the whole trigger; other special tokens are masked. With ``at_least_one`` the answer
-    begins with a tag, without free text before it.
+    then is the whole trigger; other special tokens are masked. A content that is a regular
+    expression ends with the first ``end`` that may stand behind it. With ``at_least_one`` the
+    answer begins with a tag, without free text before it.
     """
 
     name = "structural_tag"
-    version = 5  # free text spells no special token that is a mark
+    version = 6  # a content that is a regular expression ends with the end of its tag
     argument = "format"
 
     class Args(ProcessorArgs):
@@ -105,11 +106,11 @@ def _block(trigger: str, tags: Sequence[Tag], source: StructuralSource, texts: M
     for tag in tags:
         if not tag.begin.startswith(trigger):
             continue
-        inner = source.content(tag.content, f"the tag {json.dumps(tag.begin)[:40]}")
+        inner = source.content(tag.content, f"the tag {json.dumps(tag.begin)[:40]}", texts.end(tag.end))
         begin = texts.lark(rest + tag.begin[len(trigger) :])
         if texts.starts_special(tag.begin) and not found.token:
             raise ArgumentError("format", "a trigger must not end inside a special token of a tag")
-        block.options.append(f"{begin} {inner} {texts.lark(tag.end)}".strip())
+        block.options.append(f"{begin} {inner}".strip())
     if not block.options:
         raise ArgumentError("format", f"no tag begins with the trigger {json.dumps(trigger)[:40]}")
     return block

@@ -109,6 +109,12 @@ class MarkedText:
         rest = "".join(part for _, part in behind)
         return Trigger(token=pieces[0][1], spelling=text.removesuffix(rest)), rest
 
+    def end(self, text: str) -> tuple[str, str]:
+        """Lark expressions of ``text`` up to its first special token, and of the rest."""
+        pieces = [part if is_token else f"/{literal(part)}/" for is_token, part in self._pieces(text)]
+        count = int(bool(pieces) and not self.starts_special(text))
+        return " ".join(pieces[:count]), " ".join(pieces[count:])
+
     def starts_special(self, text: str) -> bool:
         """Whether ``text`` begins with a special token."""
         return bool(text) and self._pieces(text)[0][0]
@@ -176,20 +182,22 @@ class StructuralSource:
             raise ArgumentError(self._argument, f"{of}: {error.problem}, in the notation {notation}") from error
         return self._added(made)
 
-    def content(self, content: JsonContent | RegexContent, of: str) -> str:
-        """Lark expression of a content.
+    def content(self, content: JsonContent | RegexContent, of: str, end: tuple[str, str] = ("", "")) -> str:
+        """Lark expression of a content, and of what is behind it.
 
         Args:
             content: The content.
             of: Owner of the content, for errors.
+            end: Result of `MarkedText.end` for the text behind it.
         """
+        text, rest = end
         if isinstance(content, JsonContent):
-            return self.json(content.json_schema, of)
+            return " ".join(filter(None, (self.json(content.json_schema, of), text, rest)))
         try:
-            made = regex_grammar(content.pattern)
+            made = regex_grammar(content.pattern, text, at_first=not rest)
         except ValueError as error:
             raise ArgumentError(self._argument, f"{of}: {error}") from error
-        return self._added(made)
+        return f"{self._added(made)} {rest}".rstrip()
 
     def _added(self, grammar: str) -> str:
         """Lark expression of a grammar in llguidance's JSON form, which is added."""

@@ -72,7 +72,7 @@ class ToolCalls(GrammarProcessor):
     """
 
     name = "tool_calls"
-    version = 5  # free text spells no special token that is a mark
+    version = 6  # what a reference leads to is open, unless the reference stands alone
     argument = "tools"
 
     class Args(ProcessorArgs):
@@ -165,15 +165,24 @@ def _arguments(tool: Tool, wanted: CallFormat, source: StructuralSource) -> str:
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ArgumentError("tools", f"expected the arguments of {tool.name} to be an object")
-    closed = _closed({**schema, "type": "object"})
+    closed = {**schema, "type": "object"}
+    closed = _closed(closed) if _may_be_closed(closed) else closed
     if wanted.arguments != "json":
         return source.arguments(closed, wanted.arguments, of)
     return source.json(closed, of)
 
 
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+_DEFINITIONS = ("#/$defs/", "#/definitions/")
+"""Beginnings of references to what `_closed` leaves as it is."""
+
+_SAYS_NO_MORE = frozenset(("$comment", "$ref", "default", "deprecated", "description", "examples", "title"))
+"""Keywords beside which a reference is all that is said of a value."""
+
 _SAYS_MORE = frozenset(
     (
-        "$ref",
+        *_REFERENCES,
         "allOf",
         "anyOf",
         "const",
@@ -195,6 +204,32 @@ _OPEN = frozenset(("additionalProperties", "dependentRequired", "minProperties",
 """Further keywords by which an object may have, or need, properties that ``properties`` does not
 name.
 """
+
+
+def _may_be_closed(schema: dict[str, Any]) -> bool:
+    """Whether no reference of a schema needs open what `_closed` closes: each leads to a
+    definition, or is all that is said of a property or an item.
+    """
+    alone, waiting = set[int](), [schema]
+    while waiting:
+        each = waiting.pop()
+        if each.keys() <= _SAYS_NO_MORE:
+            alone.add(id(each))
+        elif not _SAYS_MORE & each.keys():
+            named = each.get("properties")
+            inner = [*(named.values() if isinstance(named, dict) else ()), each.get("items")]
+            waiting += [one for one in inner if isinstance(one, dict)]
+    found: list[Any] = [schema]
+    while found:
+        one = found.pop()
+        if isinstance(one, dict):
+            references = [one[key] for key in _REFERENCES if isinstance(one.get(key), str)]
+            if id(one) not in alone and not all(reference.startswith(_DEFINITIONS) for reference in references):
+                return False
+            found += one.values()
+        elif isinstance(one, list):
+            found += one
+    return True
 
 
 def _closed(schema: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Tokenizers encode bytes differently: byte-level BPE in the 256 letters of GPT-2's alphabet,
 SentencePiece with ``▁`` for the space and ``<0xNN>`` for a byte that has no piece, WordPiece with
-``##`` on pieces that continue a word.
+``##`` on pieces that continue a word. Without a decoder, tokens are words with spaces between them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
+
+import tokenizers
 
 from adapters.vocabulary.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+_BEFORE = "\0"
+"""A piece that every decoder leaves as it is."""
 
 
 def known_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -53,13 +58,13 @@ class TokenSpelling:
     Byte-level pieces and byte-fallback pieces give their very bytes, so a character that is split
     over tokens stays split. A piece that begins a word carries its space (``▁``, ``Ġ``, a WordPiece
     piece without ``##``), whether or not the decoder would drop it at the beginning of a text. The
-    decoder reads an added token as it reads a piece: Gemma's ``▁▁`` is two spaces.
+    decoder reads an added token as it reads a piece: Gemma's ``▁▁`` is two spaces. Where it joins
+    words, punctuation may have no space (WordPiece's clean-up), and added tokens have one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = special_ids(tokenizer)
-        self._added = frozenset(added_tokens(tokenizer).values())
         self._spelling = _spelling(tokenizer)
 
     def __call__(self, token_ids: Sequence[int]) -> list[bytes]:
@@ -70,11 +75,7 @@ class TokenSpelling:
     def _bytes_of(self, token_id: int, piece: str | bytes | None) -> bytes:
         if not piece or token_id in self._special:
             return b""
-        if isinstance(piece, bytes):
-            return piece
-        if token_id in self._added and isinstance(self._spelling, _WordPiece):  # without the space of a word
-            return piece.encode()
-        return self._spelling(token_id, piece)
+        return piece if isinstance(piece, bytes) else self._spelling(token_id, piece)
 
 
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
@@ -115,22 +116,12 @@ class _ByteLevel:
 
 
 class _SentencePiece:
-    def __init__(self, space: str) -> None:
-        self._space = space
+    def __init__(self, space: str, *, has_bytes: bool) -> None:
+        self._space, self._has_bytes = space, has_bytes
 
     def __call__(self, token_id: int, piece: str) -> bytes:
-        byte = _BYTE_PIECE.fullmatch(piece)
+        byte = _BYTE_PIECE.fullmatch(piece) if self._has_bytes else None
         return bytes([int(byte[1], 16)]) if byte else piece.replace(self._space, " ").encode()
-
-
-class _WordPiece:
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-
-    def __call__(self, token_id: int, piece: str) -> bytes:
-        if piece.startswith(self._prefix) and piece != self._prefix:
-            return piece[len(self._prefix) :].encode()
-        return f" {piece}".encode()
 
 
 class _EndOfWord:
@@ -143,6 +134,19 @@ class _EndOfWord:
         return piece.encode()
 
 
+class _Behind:
+    """Whatever the decoder adds for a piece behind another one, as a word's space."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def __call__(self, token_id: int, piece: str) -> bytes:
+        if self._decoder is None:
+            return f" {piece}".encode()
+        text: str = self._decoder.decode([_BEFORE, piece])
+        return text.removeprefix(_BEFORE).encode()
+
+
 class _Decoded:
     """Whatever the tokenizer decodes the single id to."""
 
@@ -153,37 +157,42 @@ class _Decoded:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
-_Spelling = _ByteLevel | _SentencePiece | _WordPiece | _EndOfWord | _Decoded
+_Spelling = _ByteLevel | _SentencePiece | _EndOfWord | _Behind | _Decoded
 
 
 def _spelling(tokenizer: Tokenizer) -> _Spelling:
-    """The spelling that the decoder tells, or without one the form of the pieces."""
-    for part in _decoder_parts(tokenizer):
-        kind = part["type"]
-        if kind == "ByteLevel":
-            return _ByteLevel()
-        if kind == "Metaspace":
-            return _SentencePiece(part["replacement"])
-        if kind == "Replace" and part["content"] == " " and "String" in part["pattern"]:
-            return _SentencePiece(part["pattern"]["String"])
-        if kind == "ByteFallback":
-            return _SentencePiece("▁")
-        if kind == "WordPiece":
-            return _WordPiece(part["prefix"])
-        if kind == "BPEDecoder" and part["suffix"]:
-            return _EndOfWord(part["suffix"])
+    """The spelling that the decoder tells, or the form of the pieces where it is not known."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        return _spelling_of(backend.decoder)
     known = list(range(num_ids(tokenizer)))
     pieces = {piece for piece in tokenizer.convert_ids_to_tokens(known) if isinstance(piece, str)}
     if {"Ġ", "Ċ", "Ā"} <= pieces:
         return _ByteLevel()
     if "<0x0A>" in pieces or any(piece.startswith("▁") for piece in pieces):
-        return _SentencePiece("▁")
+        return _SentencePiece("▁", has_bytes=True)
     return _Decoded(tokenizer)
 
 
-def _decoder_parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+def _spelling_of(decoder: Any) -> _Spelling:
+    """The spelling of a decoder of the tokenizers library, None if there is none."""
+    parts = _parts(decoder)
+    has_bytes = any(part["type"] == "ByteFallback" for part in parts)
+    for part in parts:
+        kind = part["type"]
+        if kind == "ByteLevel":
+            return _ByteLevel()
+        if kind == "Metaspace":
+            return _SentencePiece(part["replacement"], has_bytes=has_bytes)
+        if kind == "Replace" and part["content"] == " " and "String" in part["pattern"]:
+            return _SentencePiece(part["pattern"]["String"], has_bytes=has_bytes)
+        if kind == "BPEDecoder" and part["suffix"]:
+            return _EndOfWord(part["suffix"])
+    return _SentencePiece(" ", has_bytes=True) if has_bytes else _Behind(decoder)
+
+
+def _parts(decoder: Any) -> list[dict[str, Any]]:
     if decoder is None:
-        return
+        return []
     state = json.loads(decoder.__getstate__())
-    yield from state["decoders"] if state["type"] == "Sequence" else [state]
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]

@@ -113,6 +113,35 @@ def test_wordpiece_marks_words_by_a_space() -> None:
     assert b"".join(pieces[i] for i in ids) == b" the quick foxes"
 
 
+DECODERS = {
+    "WordPiece": decoders.WordPiece(),
+    "WordPiece without clean-up": decoders.WordPiece(cleanup=False),
+    "WordPiece of another prefix": decoders.WordPiece(prefix="@@"),
+    "none": None,
+    "Fuse": decoders.Fuse(),
+    "Metaspace": decoders.Metaspace(),
+    "bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+    "spaces and bytes": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "bytes and spaces": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(replacement="_")]),
+    "ByteLevel": decoders.ByteLevel(),
+}
+PIECES = ["a", ",", ".", "'s", "n't", "##b", "##", "@@c", "▁d", "▁▁", "_d", "<0x41>", "<0x7a>", "ĠŃ", "中", " e"]
+PLACES = st.lists(st.integers(0, len(PIECES) + 1), max_size=6)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=examples(60), deadline=None)
+@given(places=PLACES)
+def test_tokens_behind_another_are_the_text_of_the_decoder(name: str, places: list[int]) -> None:
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="a"))
+    if DECODERS[name] is not None:
+        tokenizer.decoder = DECODERS[name]
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("▁x", lstrip=True)])
+    found = token_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), len(PIECES) + 2)
+    said = b"".join(found[place] for place in places).decode(errors="replace")
+    assert tokenizer.decode([0, *places]) == f"a{said}"
+
+
 def test_end_of_word_suffixes_become_spaces() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"))
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")

@@ -156,7 +156,7 @@ def test_a_tokenizer_that_cannot_write_every_text_is_not_copied(tmp_path: Path) 
     for _ in range(2):
         vocabulary = load_vocabulary(tmp_path, 400, (0,))
         assert not isinstance(vocabulary.tokenizer, CopiedTokenizer)
-        assert vocabulary.token_bytes[1] == b"a"
+        assert vocabulary.token_bytes[1] == b" a"  # without a decoder there are spaces between tokens
     assert not (tmp_path / DIRECTORY).exists()
 
 

@@ -13,7 +13,7 @@ from worker.models.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the same tokenizer would be copied differently, or its tokens have other bytes."""
 
 _NAME = "tokenizer.json"

@@ -121,7 +121,7 @@ class SchemaDocument:
         if not isinstance(reference, str):
             raise SchemaRefused(f"{place}: expected a text, got {shown(reference)}")
         try:
-            address = urljoin(self._base_of.get(id(schema), ""), reference)
+            address = _joined(self._base_of.get(id(schema), ""), reference)
             base, fragment = urldefrag(address)
         except ValueError:
             raise SchemaRefused(f"{place}: expected a reference, got {shown(reference)}") from None
@@ -160,6 +160,11 @@ _NONE = object()
 def _own_id(schema: dict[str, Any], key: str) -> str | None:
     found = schema.get(key)
     return found if isinstance(found, str) and found and not found.startswith("#") else None
+
+
+def _joined(base: str, reference: str) -> str:
+    """The address of a reference; `urljoin` knows no ``urn:`` that a fragment may belong to."""
+    return f"{base}{reference}" if reference.startswith("#") else urljoin(base, reference)
 
 
 def _address(base: str, own: str) -> str:

@@ -114,21 +114,32 @@ def _around(sequence: list[FlatTerm]) -> Language:
             continue
         fixed = sequence[:index] if look.is_ahead else sequence[index + 1 :]
         outside = cat(part for part in fixed if not isinstance(part, Anchor | LookAround))
-        if length_of(outside) is None:
+        length = length_of(outside)
+        if length is None:
             raise PatternError("has a look-around in the middle, which is not supported")
-        inner = alt(_looked(option, look.is_ahead) for option in _sequences(look.options))
+        inner = alt(_looked(option, look.is_ahead, at_edge=length == 0) for option in _sequences(look.options))
         seen = cat([outside, inner] if look.is_ahead else [inner, outside])
         found.append(seen if look.holds else complement(seen))
     return both(found)
 
 
-def _looked(sequence: tuple[FlatTerm, ...], is_ahead: bool) -> Language:
-    """Language of the rest of a text that a look-around matches."""
-    end = END if is_ahead else START
-    inner = [part for part in sequence if part != end]
-    if any(isinstance(part, Anchor | LookAround) for part in inner) or end in sequence[1:-1]:
-        raise PatternError("has a look-around with ^, $ or another one in it")
+def _looked(sequence: tuple[FlatTerm, ...], is_ahead: bool, *, at_edge: bool) -> Language:
+    """Language of the rest of a text that a look-around matches.
+
+    Args:
+        sequence: An alternative of it.
+        is_ahead: Whether it looks ahead.
+        at_edge: Whether it stands where the text begins, or ends for one that looks behind: there
+            ``^`` or ``$`` says nothing.
+    """
+    near, far = (START, END) if is_ahead else (END, START)
+    outward = sequence if is_ahead else sequence[::-1]
+    if at_edge and outward[:1] == (near,):
+        outward = outward[1:]
+    is_whole = outward[-1:] == (far,)
+    inner = outward[:-1] if is_whole else outward
     parts = [part for part in inner if not isinstance(part, Anchor | LookAround)]
-    if end not in sequence:
-        parts = [*parts, ANYTHING] if is_ahead else [ANYTHING, *parts]
-    return cat(parts)
+    if len(parts) < len(inner):
+        raise PatternError("has a look-around with ^, $ or another one in it")
+    rest = [] if is_whole else [ANYTHING]
+    return cat([*parts, *rest] if is_ahead else [*rest, *reversed(parts)])

@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
-from adapters.grammars.json_schema.patterns import Both, Language, TooComplex, alt, both, complement, is_empty, text
+from adapters.grammars.json_schema.patterns import (
+    Both,
+    Language,
+    Not,
+    TooComplex,
+    alt,
+    both,
+    complement,
+    is_empty,
+    text,
+)
 from adapters.grammars.json_schema.shapes import (
     FALSE,
     Goal,
@@ -16,6 +26,7 @@ from adapters.grammars.json_schema.shapes import (
     Others,
     SchemaRefused,
     Shape,
+    Texts,
     count_cases,
     joined,
 )
@@ -58,6 +69,8 @@ def grammar_shapes(shape: Shape, place: str) -> Iterator[GrammarShape]:
     """
     if isinstance(shape, Members):
         return _objects(shape, place)
+    if isinstance(shape, Texts) and shape.values is None and _is_empty(shape.language, place, "a pattern"):
+        return iter(())
     if isinstance(shape, Items):
         count_cases(len(shape.prefix))
         if shape.contains:
@@ -130,8 +143,8 @@ def _goals(block: Others, matched: frozenset[Language]) -> list[Goal]:
     return [goal for language, goal in block.patterns if language in matched] or [block.rest]
 
 
-def _is_empty(language: Language, place: str) -> bool:
+def _is_empty(language: Language, place: str, what: str = "the pattern of a name") -> bool:
     try:
-        return isinstance(language, Both) and is_empty(language)
+        return isinstance(language, Both | Not) and is_empty(language)
     except TooComplex as error:
-        raise SchemaRefused(f"{place}: the pattern of a name {error}") from None
+        raise SchemaRefused(f"{place}: {what} {error}") from None

@@ -289,6 +289,18 @@ def test_a_schema_in_a_grammar_is_read_in_one_way() -> None:
         Writer(Grammar, BYTES, lark='start: %json {"minimum": 1, "minimum": 2}')
 
 
+@pytest.mark.parametrize("impossible", [{"pattern": "^(?!a)a$"}, {"not": {"pattern": "^"}}, {"pattern": "^(?=b)a"}])
+def test_no_text_begins_that_cannot_end(impossible: dict[str, Any]) -> None:
+    """The name of such a member could be written, and no token was left behind it."""
+    member = {"type": "string", **impossible}
+    found = writer({"type": "object", "properties": {"a": member, "b": {}}, "additionalProperties": False})
+    assert not found.goes_on(b'{"a')
+    assert found.writes('{"b":1}')
+    assert not writer({"type": "array", "items": member}).goes_on(b'["')
+    with pytest.raises(ArgumentError, match="no JSON matches it"):
+        writer({"type": "array", "items": member, "minItems": 1})
+
+
 def test_a_named_member_has_no_other_spelling() -> None:
     found = writer({"properties": {"a": {"type": "integer"}}})
     assert found.writes('{"a":1}')
@@ -334,6 +346,7 @@ PATTERNS = [
     *("^(?!aws:)[a-z:]+$", "^(?!.*--)[a-c-]*$", "^(?=.*a)(?=.*b).{2,4}$", "^[a-c]+(?<!c)$", "^ab(?!c)"),
     *("^(?!ab$)", "(?<!b)$", "^(a|b)(?=c)", "^(?:(?!a)[a-c]|ab)c?$", "^.{2}(?!a)b*", "(^a|b$)", "^a|b", "a(b|$)"),
     *("(a|^)b", "^(?!(a|b)$).*$", "[^a]b?$", "(?:^|,)a", "a{2}|b{1,2}$", "a??b", "(a*)*b", "^$|^a", "()a", "(|a)b"),
+    *("^(?!^[-:]*$)[-:]?a?$", "^(?=^a$|^b)", "[ab](?<!^a$)$", "(?<=^a$|b)$"),
     *("^[\\w-]+$", "\\D$", "[^\\s,]", "\\u0061|\\x62c", "^(?<name>a)b?", "^[a-b]{2,}?c*$", "\\.|a\\-"),
 ]
 
@@ -365,6 +378,9 @@ ATOMS = (
     "(?!b$)",
     "(|a)",
     "(?:^|b)",
+    "(?!^a|b)",
+    "(?=$a|$)",
+    "(?<!a^|b$)",
 )
 TIMES = ("", "", "", "*", "+", "?", "{2}", "{1,2}", "{0}", "{2,}", "*?")
 TEXTS = ["".join(chars) for length in range(4) for chars in product("abc1-", repeat=length)]
@@ -440,6 +456,18 @@ CLOSED = {"additionalProperties": False}
             [{"a": 1, "c": 1}, {"a": "x"}],
         ),
         (
+            {
+                "$id": "urn:a",
+                "properties": {"own": {"$ref": "#/$defs/n"}, "other": {"$ref": "urn:b"}},
+                "$defs": {
+                    "n": {"type": "boolean"},
+                    "b": {"$id": "urn:b", "items": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "integer"}}},
+                },
+            },
+            [{"own": True, "other": [1]}],
+            [{"own": 1}, {"other": [True]}],
+        ),
+        (
             {"uniqueItems": True, "items": {"enum": ["a", 1, None]}, "minItems": 2},
             [["a", 1], [None, 1, "a"]],
             [["a"], ["a", "a"], [1, 1, "a"]],
@@ -466,6 +494,8 @@ def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[An
     [
         ({"properties": {"a/b": {"pattern": "(a"}}}, "#/properties/a~1b/pattern: unclosed group"),
         ({"pattern": "^(?!a){2}"}, "#/pattern: nothing to repeat at 6"),
+        ({"pattern": "^(?!$a)a$"}, "#/pattern: has a look-around with ^, $"),
+        ({"pattern": "a(?<=a^)$"}, "#/pattern: has a look-around with ^, $"),
         ({"pattern": "^{1,}"}, "#/pattern: nothing to repeat at 1"),
         ({"pattern": "a{1}{2}"}, "#/pattern: nothing to repeat at 4"),
         ({"pattern": "\\ud83d\\u0041"}, "#/pattern: no character"),

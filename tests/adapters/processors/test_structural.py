@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
+from effort import examples
 from followed_texts import CONTEXT, END, allowed, follow, follow_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from adapters.chain import ProcessorChain, ProcessorFailed
 from adapters.contract import ArgumentError
@@ -21,8 +25,8 @@ def tag(begin: str, schema: Any, end: str = "</f>") -> dict[str, Any]:
     return {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
 
 
-def tags(*given: dict[str, Any], triggers: tuple[str, ...] = ("<f=",), **options: bool) -> StructuralTag:
-    wanted = {"type": "triggered_tags", "triggers": list(triggers), "tags": list(given), **options}
+def tags(*those: dict[str, Any], triggers: tuple[str, ...] = ("<f=",), **options: bool) -> StructuralTag:
+    wanted = {"type": "triggered_tags", "triggers": list(triggers), "tags": list(those), **options}
     return StructuralTag(StructuralTag.Args.model_validate({"format": wanted}), CONTEXT)
 
 
@@ -68,11 +72,33 @@ def test_several_triggers_and_a_special_token() -> None:
     assert follow(tags(*TWO_TAGS), "<|python_tag|>") == "stopped at 0"
 
 
+CONTENTS = (".*", "[ab]*", "a+", "a|ab", "(?s:.)*", "[^b]*", "(?:ab)?", "b*.", "(?i:A)*", "a{1,3}")
+ENDS = ("b", "ab", "a", ".", "\n", "bb", "</f>")
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.sampled_from(CONTENTS), st.sampled_from(ENDS), st.text("ab.\n", max_size=6), st.booleans())
+def test_a_regex_ends_with_the_first_end(pattern: str, end: str, text: str, is_last: bool) -> None:
+    """It went over the end wherever that could be a part of it, and the tag had none."""
+    given_tag = {"begin": "<f=>", "content": {"type": "regex", "pattern": pattern}, "end": end}
+    processor = tags(given_tag, stop_after_first=is_last)
+    for whole in (text, text + end):
+        found = [n for n in range(len(whole) + 1) if re.fullmatch(f"(?:{pattern}){re.escape(end)}", whole[:n])]
+        is_complete = bool(found) and (not is_last or found[0] == len(whole))
+        assert (follow(processor, f"<f=>{whole}") == "complete") is is_complete
+
+
+def test_a_regex_before_a_special_token_goes_over_its_text() -> None:
+    number = {"begin": "<f=>", "content": {"type": "regex", "pattern": ".*"}, "end": "x<|python_tag|>;"}
+    assert follow(tags(number), "<f=>axbx<|python_tag|>; and so on") == "complete"
+    assert follow(tags(number), "<f=>axb<|python_tag|>") == "stopped at 7"
+
+
 def test_free_text_does_not_spell_a_special_trigger() -> None:
     """Who reads the answer cannot tell the token from its text, which nothing would hold."""
     number = {"begin": "<|python_tag|>n=", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": ";"}
-    for given, triggers in (([number], ("<|python_tag|>",)), ([*TWO_TAGS, number], ("<f=", "<|python_tag|>"))):
-        processor = tags(*given, triggers=triggers)
+    for those, triggers in (([number], ("<|python_tag|>",)), ([*TWO_TAGS, number], ("<f=", "<|python_tag|>"))):
+        processor = tags(*those, triggers=triggers)
         assert follow_bytes(processor, b"a <|python_tag") == "complete"
         assert follow_bytes(processor, b"a <|python_tag|>") == "stopped at 15"
     assert follow_bytes(processor, b'a <f=one>{"a":1}</f> <|python_tag|>') == "stopped at 34"
@@ -104,7 +130,7 @@ def test_a_random_walk_is_free_text_and_whole_tags(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("changes", "problem"),
     [
         ({"tags": [tag("<g=one>", ONE)]}, "no tag begins with"),
         ({"tags": [*TWO_TAGS, tag("<g=one>", ONE)]}, "exactly one of the triggers"),
@@ -116,8 +142,8 @@ def test_a_random_walk_is_free_text_and_whole_tags(seed: int) -> None:
         ({"tags": [tag("<f=a", {"type": "object", "maxProperties": 1, "minProperties": 2})]}, "format: "),
     ],
 )
-def test_what_cannot_be_enforced_is_refused(given: dict[str, Any], problem: str) -> None:
-    wanted = {"type": "triggered_tags", "triggers": ["<f="], **given}
+def test_what_cannot_be_enforced_is_refused(changes: dict[str, Any], problem: str) -> None:
+    wanted = {"type": "triggered_tags", "triggers": ["<f="], **changes}
     with pytest.raises(ArgumentError, match=problem):
         StructuralTag(StructuralTag.Args.model_validate({"format": wanted}), CONTEXT)
 

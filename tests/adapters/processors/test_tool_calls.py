@@ -417,6 +417,31 @@ def test_arguments_are_those_that_properties_name(spelling: str) -> None:
     assert "stopped" in follow(closed, written(spelling, Call("f", {"a": 1, "b": {"c": 2, "d": 2}})))
 
 
+BASE = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    ("more", "given_more", "is_call"),
+    [
+        ({"allOf": [{"$ref": "#/properties/a"}, {"required": ["y"]}]}, {"x": 1, "y": 2}, True),
+        ({"$ref": "#/properties/a", "required": ["y"]}, {"y": 2}, True),
+        ({"not": {"$ref": "#/properties/a"}, "type": "object"}, {"y": 2}, False),
+        ({"type": "array", "items": {"not": {"$ref": "#/properties/a"}}}, [{"y": 2}], False),
+        ({"$ref": "#/properties/a", "description": "as a"}, {"x": 1}, True),
+        ({"$ref": "#/properties/a", "description": "as a"}, {"y": 1}, False),
+        ({"type": "array", "items": {"$ref": "#"}}, [{"a": {"x": 1}}], True),
+        ({"type": "array", "items": {"$ref": "#"}}, [{"z": 1}], False),
+    ],
+)
+def test_what_a_reference_leads_to_is_open(spelling: str, more: Any, given_more: Any, is_call: bool) -> None:
+    """Unless a reference is all that is said: closed, it was another schema where it was met."""
+    schema = {"type": "object", "properties": {"a": BASE, "b": more}}
+    processor = calls(format_of(spelling), tools=[{"name": "f", "parameters": schema}], choice="required")
+    followed = follow(processor, written(spelling, Call("f", {"b": given_more})))
+    assert (followed == "complete") is is_call
+
+
 B_OR_MORE = {"type": "object", "properties": {"b": {"type": "integer"}}}
 NEEDS_C = {"properties": {"c": {"type": "integer"}}, "required": ["c"]}
 A_NEEDS_C = {"properties": {"a": NEEDS_C}}

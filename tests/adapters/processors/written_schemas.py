@@ -461,4 +461,9 @@ EXAMPLES: dict[str, Example] = {
             {"at": "2024-02-28T12:00:00Z", "from": "1.2.3", "level": "warn"},
         ],
     ),
+    "amount that is a decimal": Example(
+        closed({"amount": {"anyOf": [NUMBER, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}}),
+        [{"amount": "12.50"}, {"amount": "-.5"}, {"amount": 3}],
+        [{"amount": ""}, {"amount": "-."}, {"amount": "1e5"}, {"amount": None}],
+    ),
 }
