@@ -196,6 +196,35 @@ async def test_answers_do_not_continue_on_other_weights() -> None:
     await first.close()
 
 
+async def test_a_late_renewal_brings_no_older_weights_back() -> None:
+    """The renewal has looked at the store before the weights changed, and writes when they have."""
+
+    class Late(Memory):
+        late: asyncio.Event | None = None
+
+        async def get(self, key: str) -> bytes | None:
+            found, late, self.late = await super().get(key), self.late, None
+            if late is not None:
+                await late.wait()
+            return found
+
+    store = Late()
+    records = worker(store)
+    record = await written(records, "a", request(1, 2))
+    late = store.late = asyncio.Event()
+    renewal = asyncio.create_task(record.renew())
+    while store.late is not None:
+        await asyncio.sleep(0)
+    record.sampled_from("5f2a")
+    waits = asyncio.create_task(record.wait_written())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    late.set()
+    await asyncio.gather(renewal, waits)
+    assert [Boundary.decode(value).weights for value in store.values.values()] == ["5f2a"]
+    await records.close()
+
+
 async def test_answers_do_not_continue_in_another_model() -> None:
     """A worker that was started again under the same name may have loaded another checkpoint."""
     store, weights = Memory(), {"updated": ""}
