@@ -187,6 +187,29 @@ async def test_what_cannot_be_removed_fails_no_request(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_directory_that_cannot_be_listed_fails_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left for a moment: the record is written, and old ones go a little later."""
+
+    def unlisted(path: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    now_s = [0.0]
+    store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
+    (tmp_path / KEY).write_bytes(b"1")
+    now_s[0] = 6.0
+    await store.put(OTHER, b"2")
+    now_s[0] = 12.0
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", unlisted)
+        await store.put(OTHER, b"3")
+    now_s[0] = 18.0
+    await store.put(OTHER, b"4")
+    assert [path.name for path in tmp_path.iterdir()] == [OTHER]
+    await store.close()
+
+
 @pytest.mark.parametrize("shift_s", [-86_400.0, 86_400.0])
 async def test_setting_the_clock_neither_loses_nor_keeps_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift_s: float
