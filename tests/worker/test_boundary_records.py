@@ -181,6 +181,7 @@ async def test_answers_do_not_continue_on_other_weights() -> None:
     record.write(7)
     record.sampled_from("")
     await record.wait_written()
+    assert store.num_puts == 1  # it says so already
     moved = request(1, 2, 5, max_tokens=8)
     assert (await other.begin("a", moved)).request.generated_token_ids == [5]
     weights["first"] = "5f2a"  # an update with keep: the answer goes on with new weights
@@ -258,6 +259,30 @@ async def test_who_migrates_in_order_is_not_counted() -> None:
     broken.drop()
     await broken.release()
     assert store.attempts == [1]
+
+
+async def test_what_is_still_being_written_is_waited_for() -> None:
+    """A request that leaves before its record is there would count as one that died, or go on."""
+    store = Memory()
+    for settles in (False, True):
+        records = worker(store)
+        record = await records.begin("a", request(1, 2))
+        store.free.clear()
+        record.write(7)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if settles:
+            record.settle()
+        leaving = asyncio.create_task(record.release())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        store.free.set()
+        await leaving
+        if settles:
+            await store.until(lambda: Boundary.decode(*store.values.values()).is_answered)
+        else:
+            assert store.attempts == [0]
+        await records.close()
 
 
 async def test_a_cancelled_request_goes_away_a_little_later() -> None:
