@@ -181,6 +181,7 @@ async def test_answers_do_not_continue_on_other_weights() -> None:
     record.write(7)
     record.sampled_from("")
     await record.wait_written()
+    assert store.num_puts == 1  # it says so already
     moved = request(1, 2, 5, max_tokens=8)
     assert (await other.begin("a", moved)).request.generated_token_ids == [5]
     weights["first"] = "5f2a"  # an update with keep: the answer goes on with new weights
@@ -194,6 +195,35 @@ async def test_answers_do_not_continue_on_other_weights() -> None:
     assert (await other.begin("a", moved)).request.generated_token_ids == [5]
     assert (await other.begin("a", request(1, 2))).request.params.seed == 7  # nothing was generated yet
     await first.close()
+
+
+async def test_a_late_renewal_brings_no_older_weights_back() -> None:
+    """The renewal has looked at the store before the weights changed, and writes when they have."""
+
+    class Late(Memory):
+        late: asyncio.Event | None = None
+
+        async def get(self, key: str) -> bytes | None:
+            found, late, self.late = await super().get(key), self.late, None
+            if late is not None:
+                await late.wait()
+            return found
+
+    store = Late()
+    records = worker(store)
+    record = await written(records, "a", request(1, 2))
+    late = store.late = asyncio.Event()
+    renewal = asyncio.create_task(record.renew())
+    while store.late is not None:
+        await asyncio.sleep(0)
+    record.sampled_from("5f2a")
+    waits = asyncio.create_task(record.wait_written())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    late.set()
+    await asyncio.gather(renewal, waits)
+    assert [Boundary.decode(value).weights for value in store.values.values()] == ["5f2a"]
+    await records.close()
 
 
 async def test_answers_do_not_continue_in_another_model() -> None:
@@ -210,6 +240,8 @@ async def test_answers_do_not_continue_in_another_model() -> None:
     for records in (alike, untold):
         assert (await records.begin("a", moved)).request.generated_token_ids == [5]
     assert (await other.begin("a", request(1, 2))).request.params.seed == 7  # nothing was generated yet
+    await written(untold, "of a worker without one", request(1, 2))
+    assert (await other.begin("of a worker without one", moved)).request.generated_token_ids == [5]
     weights["updated"] = "77d0"  # all weights are updated ones, whatever was loaded
     record.sampled_from("77d0")
     await record.wait_written()
@@ -229,6 +261,30 @@ async def test_who_migrates_in_order_is_not_counted() -> None:
     broken.drop()
     await broken.release()
     assert store.attempts == [1]
+
+
+async def test_what_is_still_being_written_is_waited_for() -> None:
+    """A request that leaves before its record is there would count as one that died, or go on."""
+    store = Memory()
+    for settles in (False, True):
+        records = worker(store)
+        record = await records.begin("a", request(1, 2))
+        store.free.clear()
+        record.write(7)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if settles:
+            record.settle()
+        leaving = asyncio.create_task(record.release())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        store.free.set()
+        await leaving
+        if settles:
+            await store.until(lambda: Boundary.decode(*store.values.values()).is_answered)
+        else:
+            assert store.attempts == [0]
+        await records.close()
 
 
 async def test_a_cancelled_request_goes_away_a_little_later() -> None:
@@ -303,6 +359,23 @@ async def test_records_of_requests_in_flight_are_written_again() -> None:
     record.settle()
     await store.until(lambda: not store.values)
     await records.close()
+
+
+async def test_records_are_renewed_in_time_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, waits, sleep = asyncio.all_tasks(), list[float](), asyncio.sleep
+
+    async def waiting(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(3600)
+
+    monkeypatch.setattr(asyncio, "sleep", waiting)
+    records = worker(Memory(), ttl_s=300.0)
+    await records.open()
+    await sleep(0)
+    assert all(2 * seconds < 300 for seconds in waits)  # one may fail
+    await records.close()
+    assert waits
+    assert asyncio.all_tasks() == before
 
 
 async def test_what_another_worker_has_taken_over_is_not_renewed() -> None:
@@ -401,6 +474,24 @@ async def test_requests_are_refused_while_the_store_fails_or_hangs(monkeypatch: 
     store.fails = False
     assert records.num_failures >= 3
     await records.close()
+
+
+async def test_a_store_that_hangs_is_told_once_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was begun there would be carried out when nobody waits for it any more."""
+    monkeypatch.setattr(record_store, "TIMEOUT_S", 0.02)
+    before, store = asyncio.all_tasks(), Memory()
+    records = record_store.RecordStore(store)
+    store.hangs = True
+    for _ in range(3):
+        with pytest.raises(BoundaryStoreUnavailable, match="does not answer"):
+            await records.read("a")
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    store.hangs = False
+    await records.read("a")
+    assert [entry.levelname for entry in caplog.records] == ["ERROR", "WARNING"]
 
 
 @pytest.mark.parametrize("data", [b"", b"no record", b'{"version":1}', b"\xff"])

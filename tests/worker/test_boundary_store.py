@@ -173,6 +173,29 @@ async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_directory_is_made_looked_at_and_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, looks, scandir = [0.0], list[Path](), os.scandir
+
+    def looked(path: Path) -> Any:
+        looks.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", looked)
+    store = FileStore(str(tmp_path / "store"), 10.0, clock=lambda: now_s[0])
+    await store.open()
+    assert (tmp_path / "store").stat().st_mode & 0o77 == 0  # seeds and prompts' lengths are nobody else's
+    now_s[0] = 6.0
+    for _ in range(3):
+        await store.put(KEY, b"1")
+    assert len(looks) == 1  # not with each record
+    (tmp_path / "store").rename(tmp_path / "gone")
+    with pytest.raises(StoreError, match="No such file or directory"):
+        await store.get(KEY)  # where it cannot be told whether there is a record
+    await store.close()
+    with pytest.raises(StoreError, match="it is closed"):
+        await store.get(KEY)
+
+
 async def test_what_cannot_be_removed_fails_no_request(tmp_path: Path) -> None:
     """A record was written when old ones are looked for: another user's in a shared directory, or a
     directory of that name, is left to its owner.
@@ -184,6 +207,29 @@ async def test_what_cannot_be_removed_fails_no_request(tmp_path: Path) -> None:
     for now_s[0] in (6.0, 12.0, 18.0, 24.0):
         await store.put(OTHER, b"2")
     assert sorted(path.name for path in tmp_path.iterdir()) == [THIRD, OTHER]
+    await store.close()
+
+
+async def test_a_directory_that_cannot_be_listed_fails_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left for a moment: the record is written, and old ones go a little later."""
+
+    def unlisted(path: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    now_s = [0.0]
+    store = FileStore(str(tmp_path), 10.0, clock=lambda: now_s[0])
+    (tmp_path / KEY).write_bytes(b"1")
+    now_s[0] = 6.0
+    await store.put(OTHER, b"2")
+    now_s[0] = 12.0
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", unlisted)
+        await store.put(OTHER, b"3")
+    now_s[0] = 18.0
+    await store.put(OTHER, b"4")
+    assert [path.name for path in tmp_path.iterdir()] == [OTHER]
     await store.close()
 
 

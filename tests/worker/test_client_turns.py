@@ -67,6 +67,39 @@ async def test_clients_take_turns() -> None:
     assert "".join(work.begun) == "aabcaba"  # the second came before others did
 
 
+async def test_requests_of_one_client_keep_their_order() -> None:
+    turns, begun = ClientTurns(1), list[int]()
+
+    async def take(number: int) -> None:
+        async with turns.turn("a"):
+            begun.append(number)
+
+    async with turns.turn("b"):
+        tasks = [asyncio.create_task(take(number)) for number in range(4)]
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert begun == [0, 1, 2, 3]
+
+
+async def test_who_leaves_in_the_moment_of_its_turn_holds_nothing() -> None:
+    turns = ClientTurns(1)
+
+    async def take() -> None:
+        async with turns.turn("a"):
+            raise AssertionError("it has left")
+
+    async with turns.turn("b"):
+        tasks = [asyncio.create_task(take()) for _ in range(2)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.wait(tasks[1:])
+        assert repr(turns) == "ClientTurns(1 of 1 taken, 1 waiting)"
+    tasks[0].cancel()  # it has its turn, and does not know yet
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    assert repr(turns) == "ClientTurns(0 of 1 taken, 0 waiting)"
+
+
 async def test_a_slot_is_left_to_other_clients() -> None:
     work = Work(4, spare=1)
     for client in "aaaaaaaab":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
@@ -15,7 +16,7 @@ from test_responses_events import chunk, usage
 
 from worker.frontdoor import bodies
 from worker.frontdoor.encoding import encoded
-from worker.frontdoor.responses import service
+from worker.frontdoor.responses import generation, service
 from worker.frontdoor.responses.service import responses_of
 
 
@@ -155,6 +156,17 @@ async def test_a_background_response_that_fails(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(service, "MAX_RUNNING", 0)
         with pytest.raises(openai.RateLimitError):
             await client.responses.create(model="m", input="Hi", background=True)
+
+
+async def test_a_background_response_that_a_defect_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def defective(*_: Any) -> AsyncGenerator[Any, None]:
+        raise RuntimeError("a defect")
+        yield
+
+    monkeypatch.setattr(generation, "chat", defective)
+    async with served(Answers(HELLO)) as (_, client):
+        final = await ended(client, (await client.responses.create(model="m", input="Hi", background=True)).id)
+    assert (final.status, final.error.code) == ("failed", "server_error")
 
 
 async def test_background_responses_of_one_client_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:

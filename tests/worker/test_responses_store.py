@@ -116,6 +116,13 @@ def test_an_id_of_several_items_is_that_of_the_most_recent_left() -> None:
     found = store.item("a", "i1")
     assert found is not None
     assert found.read()["text"] == "second"
+    first = store.get("a", "first")
+    assert first is not None
+    store.put("a", response("third"), [*first.items()])
+    found = store.item("a", "i1")
+    assert found is not None
+    assert found.read()["text"] == "first"
+    store.delete("a", "third")
     store.delete("a", "second")
     found = store.item("a", "i1")
     assert found is not None
@@ -267,3 +274,15 @@ def test_changes_leave_no_more_than_the_owners_behind() -> None:
         store.delete("a", f"r{number}")
         store.delete("b", "r")
     assert len(store._largest) < 100
+    store.put("a", response("kept"), [])
+    for number in range(1000):
+        store.put("a", response("r", item(f"o{number}")), [])
+    assert len(store._owners["a"].items) == 1
+
+
+def test_a_large_response_goes_for_those_that_come_later() -> None:
+    """It had made room for itself, and was no longer among those that may go."""
+    store = ResponseStore(30_000)
+    for owner, size in (("b", 12_000), ("a", 25_000), ("b", 12_000)):
+        assert store.put(owner, response("r", item("o", "x" * size)), [])
+    assert [store.get(owner, "r") is not None for owner in "ab"] == [False, True]

@@ -81,9 +81,8 @@ class BoundaryRecord:
         """
         written = self._written
         if written is not None and not self.has_ended and written.weights != weights:
-            before = self._first_put
             self._written = replace(written, weights=weights)
-            self._first_put = self._put(self._store.write_again, self._written, before)
+            self._first_put = self._put(self._store.write_again, self._written, self._first_put, self._renewal)
 
     async def wait_written(self) -> None:
         """Wait until the record is in the store: before a token of its weights leaves this worker.
@@ -149,8 +148,10 @@ class BoundaryRecord:
         write: Callable[[str, Boundary], Awaitable[None]],
         record: Boundary,
         before: asyncio.Task[None] | None = None,
+        renewal: asyncio.Task[None] | None = None,
     ) -> asyncio.Task[None]:
         async def put() -> None:
+            await _finished(renewal)  # with older weights it would come last
             if before is not None:
                 await before  # a record of another worker that it did not replace would stay
             if not self.has_ended:

@@ -120,21 +120,23 @@ class FileStore:
         if self._clock() - self._swept_s > self._ttl_s / 2 and self._sweeping.acquire(blocking=False):
             try:
                 self._swept_s = self._clock()
-                self._sweep()
+                with contextlib.suppress(OSError):  # the record is written: the next sweep may see the directory
+                    self._sweep()
             finally:
                 self._sweeping.release()
 
     def _sweep(self) -> None:
-        now_s, before, self._seen = self._clock(), self._seen, {}
+        now_s, seen = self._clock(), dict[str, tuple[int, float]]()
         with os.scandir(self._directory) as entries:
             for entry in entries:
                 if not _OURS.fullmatch(entry.name):
                     continue
                 with contextlib.suppress(OSError):  # another worker sweeps too, or it is not ours to remove
                     changed_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-                    known = before.get(entry.name)
+                    known = self._seen.get(entry.name)
                     since_s = known[1] if known is not None and known[0] == changed_ns else now_s
                     if now_s - since_s > self._ttl_s:
                         os.unlink(entry)
                     else:
-                        self._seen[entry.name] = changed_ns, since_s
+                        seen[entry.name] = changed_ns, since_s
+        self._seen = seen

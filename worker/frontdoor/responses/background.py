@@ -79,14 +79,12 @@ class BackgroundRun:
                     self._take(events)
         except Refused as refused:
             self._take(answer.failed(refused))
-        except asyncio.CancelledError:  # by a client, or at the end of the front door
-            self._take(answer.cancelled())
         except Exception:  # the request's boundary
             logger.exception("the background response %s failed", self.response["id"])
             self._take(answer.failed(internal_error()))
 
     def _end(self) -> None:
-        if not self._generation.answer.is_over:  # it was cancelled before it began
+        if not self._generation.answer.is_over:  # it was cancelled: by a client, or at the end of the front door
             self._take(self._generation.answer.cancelled())
         self._is_over = True
         self._news.set()

@@ -7,7 +7,6 @@ from worker.engines.embedded.serving.outbox import MIN_AHEAD, RUN_AHEAD
 from worker.engines.embedded.serving.step_thread import StepThread
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.request_table import RequestTable
-from worker.errors import ServingError
 
 
 class Streams(RequestTable[Stream]):
@@ -26,7 +25,7 @@ class Streams(RequestTable[Stream]):
 
     def is_first_of(self, client: str | None) -> bool:
         """Whether a labelled client has no unfinished request."""
-        return client is not None and all(stream.request.client != client for stream in self._by_id.values())
+        return all(stream.request.client != client for stream in self._by_id.values())
 
     def deliver(self, outputs: list[Output]) -> None:
         """Give the outputs of a step to their streams."""
@@ -59,13 +58,6 @@ class Streams(RequestTable[Stream]):
         """End every request; their streams end as ``abort``, behind what has been sampled."""
         for stream in self.unfinished:
             stream.abort("abort")
-
-    def end_all(self, failure: ServingError) -> int:
-        """See `RequestTable.end_all`."""
-        self._behind.clear()
-        number = super().end_all(failure)
-        self._pace()
-        return number
 
     def _pace(self) -> None:
         if self.thread is not None:
