@@ -9,6 +9,8 @@ import torch
 from worker.engines import EngineRequest
 from worker.engines.embedded import Plan, Request
 from worker.engines.embedded.admission import admit
+from worker.engines.embedded.blocks import ROOT, Block, hash_block, root_of
+from worker.engines.embedded.kv_cache import BlocksStored, KvCache
 from worker.engines.embedded.plan import Samples
 from worker.sampling import SamplingParams
 
@@ -125,3 +127,32 @@ class RecallModel:
 
 def recall_request(model: RecallModel, name: str, prompt: Sequence[int], max_tokens: int) -> Request:
     return admit(EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens)), 0, model, model.context_length)  # type: ignore[arg-type]
+
+
+class Listener:
+    """A router: it hears the events of a cache, and knows which blocks are cached."""
+
+    def __init__(self, cache: KvCache) -> None:
+        cache.record_events()
+        self._cache = cache
+        self.known: set[int] = set()
+
+    def check(self) -> None:
+        """What it knows by now is what is cached."""
+        for event in self._cache.drain_events():
+            hashes = set(event.block_hashes)
+            if isinstance(event, BlocksStored):
+                assert event.parent_hash == ROOT or event.parent_hash in self.known
+                assert not hashes & self.known
+                self.known |= hashes
+            else:
+                assert hashes <= self.known
+                self.known -= hashes
+        assert self.known == {told_hash(block) for block in self._cache._index.blocks.values()}
+
+
+def told_hash(block: Block) -> int:
+    """The hash by which a router hears of a block."""
+    if block.parent is None:
+        return hash_block(root_of(block.cache_salt or None, adapter=block.lora_name), block.tokens)
+    return hash_block(told_hash(block.parent), block.tokens)

@@ -429,3 +429,21 @@ def test_queue_times_survive_preemption_and_enclose_the_transfer(
     driver.scheduler.transfers.resume(transfer)
     assert transfer.queue_times == QueueTimes(11, 13, 12)
     driver.finish()
+
+
+@pytest.mark.parametrize(("drops", "expected"), [(False, 96), (True, 0)])
+def test_a_prefix_hit_that_is_dropped_is_not_told(drops: bool, expected: int) -> None:
+    """As behind an update of the weights: all of the prompt is computed then."""
+    driver = stepper(MODEL, max_num_batched_tokens=32, max_mixed_chunk=32)
+    common, params = [5 + position % 80 for position in range(100)], SamplingParams(max_tokens=2, ignore_eos=True)
+    outputs: list[Output] = []
+    driver.add(request(MODEL, "first", common, params))
+    while not driver.scheduler.is_idle:
+        driver.step()
+    driver.add(request(MODEL, "second", [*common, *range(5, 85)], params))
+    assert driver.step() == []
+    if drops:
+        driver.drop_kv()
+    while not driver.scheduler.is_idle:
+        outputs += driver.step()
+    assert outputs[0].num_cached_tokens == expected

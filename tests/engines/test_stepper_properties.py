@@ -16,7 +16,7 @@ from engine_doubles import Drafting
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from kv_doubles import END, FIRST, WIDTH, RecallModel, answer, next_token
+from kv_doubles import END, FIRST, WIDTH, Listener, RecallModel, answer, next_token
 from speculation_runs import Repeating
 
 from adapters.catalog import Catalog, Requested, Selection
@@ -237,6 +237,7 @@ class Steps(RuleBasedStateMachine):
         self.house = House(pages, rows, seed, drafts, budget=budget)
         chance = self.house.chance
         chance.interrupts, chance.defects, chance.spoils = troubles
+        self.router = Listener(self.house.stepper.scheduler.cache)
         self.asked: dict[str, tuple[str, list[int], int]] = {}
         self.requests: dict[str, Request] = {}
         self.gone: set[str] = set()
@@ -321,6 +322,7 @@ class Steps(RuleBasedStateMachine):
         scheduler.check_integrity()
         scheduler.cache.check_blocks()
         self.house.draft_model.cache.check_blocks()
+        self.router.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "house"):

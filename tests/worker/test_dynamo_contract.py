@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import inspect
 import socket
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import pytest
@@ -94,6 +95,14 @@ def test_worker_config() -> None:
     for role in ("prefill", "decode"):
         arguments = parse_arguments(["--model-path", "/m", "--disaggregation-mode", role], {})
         assert runtime.worker_config(arguments).disaggregation_mode is DisaggregationMode[role.upper()]
+
+
+@pytest.mark.parametrize(("argv", "is_told"), [((), True), (("--disaggregation-mode", "decode"), False)])
+def test_a_router_that_starts_later_can_ask(argv: Sequence[str], is_told: bool) -> None:
+    config = runtime.worker_config(parse_arguments(["--model-path", "/m", "--enable-kv-routing", "true", *argv], {}))
+    assert config.enable_local_indexer == is_told
+    config = runtime.worker_config(parse_arguments(["--model-path", "/m", "--enable-kv-routing", "false", *argv], {}))
+    assert not config.enable_local_indexer
 
 
 def test_options_reach_the_worker_config() -> None:

@@ -398,14 +398,21 @@ class DataParallel(Protocol):
 
 
 @runtime_checkable
+class ReportsLoad(Protocol):
+    """An engine that counts its KV blocks itself."""
+
+    def tell_load(self, callback: LoadSink) -> None:
+        """Call ``callback``, in the event loop, with used and total KV blocks whenever the engine
+        reports them.
+        """
+
+
+@runtime_checkable
 class SelfReporting(Protocol):
-    """An engine that reports its own load and failure, because another process does the work."""
+    """An engine that reports its own failure, because another process does the work."""
 
     def tell_broken(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` with the reason when the engine dies, also without a request."""
-
-    def tell_load(self, callback: LoadSink) -> None:
-        """Call ``callback`` with used and total KV blocks whenever the engine reports them."""
 
 
 @runtime_checkable

@@ -60,7 +60,7 @@ def worker_config(arguments: Arguments) -> WorkerConfig:
         served_model_name=arguments.served_model_name,
         model_input=ModelInput.Tokens,
         disaggregation_mode=DisaggregationMode[arguments.disaggregation_mode.upper()],
-        enable_local_indexer=False,
+        enable_local_indexer=arguments.publishes_kv_events,  # a router that starts later asks the worker
         # The front door parses calls itself, and says none so that the frontend does not.
         exclude_tools_when_tool_choice_none=False,
     )

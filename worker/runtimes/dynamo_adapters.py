@@ -120,8 +120,7 @@ async def _register(endpoint: Any, name: str, info: EngineInfo, arguments: Argum
     config.tool_call_parser = arguments.dyn_tool_call_parser
     config.reasoning_parser = arguments.dyn_reasoning_parser
     config.exclude_tools_when_tool_choice_none = False
-    config.enable_local_indexer = False
-    config.kv_event_publishing_enabled = arguments.publishes_kv_events
+    config.enable_local_indexer = config.kv_event_publishing_enabled = arguments.publishes_kv_events
     await register_model(
         ModelInput.Tokens,
         reduce(or_, kinds) if kinds else ModelType.Empty,

@@ -22,6 +22,7 @@ from worker.engines import (
     Measured,
     ReadKv,
     ReleasesKv,
+    ReportsLoad,
     RequestHints,
     SelfReporting,
     ServingEngine,
@@ -141,6 +142,7 @@ class RequestServer:
             self._keepalive = asyncio.create_task(_keep_alive(self.engine, self.arguments.keepalive_s))
         if isinstance(self.engine, SelfReporting):
             self.engine.tell_broken(self.fail)
+        if isinstance(self.engine, ReportsLoad):
             self.engine.tell_load(self.kv_load.report)
         _publish_engine(self.engine, info, self.disaggregation, self.metrics)
         self.adapters = ServedAdapters(self.engine, info, self.arguments.served_model_name)

@@ -6,7 +6,8 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,6 +62,12 @@ def gate() -> AsyncIterator[Gate]:  # type: ignore[misc]
 def kv_cache(engine: EmbeddedEngine) -> KvCache:
     assert engine._thread is not None
     return engine._thread._stepper.scheduler.cache
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def begin(
@@ -619,3 +626,21 @@ async def test_a_late_router_hears_of_known_blocks_at_once(
     await collect(engine, "two", [*prompt, *range(60, 80)], params(2))
     await router.hears(4)
     assert len(router.known) == 4
+
+
+async def test_the_load_that_is_told_is_what_requests_own(start_engine: StartEngine) -> None:
+    """A page that requests share counts once, and none when all have ended."""
+    engine = await start_engine(ScriptedModel(), kv_block_size=150)
+    told: list[tuple[int, int]] = []
+    engine.tell_load(lambda used, total, dp_rank=0: told.append((used, total)))
+    prompt = [5 + position % 80 for position in range(200)]
+    await asyncio.gather(*(collect(engine, str(number), prompt, params(40)) for number in range(3)))
+    await until(lambda: told[-1][0] == 0)
+    assert {total for _, total in told} == {8}
+    assert max(used for used, _ in told) == 1 + 3
+    assert all(before != after for before, after in pairwise(told))
+    held = asyncio.create_task(collect(engine, "held", prompt, params(None)))
+    await until(lambda: told[-1][0] > 0)
+    engine.abort("held")
+    await held
+    await until(lambda: told[-1][0] == 0)

@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import decoder_shapes
@@ -234,6 +234,36 @@ def test_tokens_are_those_of_the_named_version(sources: list[Path], operations: 
             stepper.scheduler.cache.check_blocks()
 
     asyncio.run(play())
+
+
+class Heard:
+    """Blocks that a router takes for cached."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    def stored(self, parent_hash: int | None, block_hashes: Sequence[int], *_: object) -> None:
+        self.known.update(block_hashes)
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        self.known.difference_update(block_hashes)
+
+
+async def test_a_flush_leaves_no_block_of_what_runs(sources: list[Path]) -> None:
+    """Its KV is computed again, with the same tokens."""
+    async with running(sources[0]) as engine:
+        weights, heard, answer = weights_of(engine), Heard(), Answer()
+        engine.report_blocks(heard)
+        under_way = asyncio.create_task(ask(engine, "runs", PROMPT, 60, answer=answer))
+        await until(answer, 4)
+        await weights.pause("keep")
+        assert len(heard.known) >= len(PROMPT) // 16
+        await weights.flush_cache()
+        await weights.pause("keep")  # what the flush has changed was told by then
+        assert not heard.known
+        await weights.resume()
+        await under_way
+        assert answer.tokens == (await ask(engine, "after", PROMPT, 60)).tokens
 
 
 OTHERS: dict[str, dict[str, object]] = {

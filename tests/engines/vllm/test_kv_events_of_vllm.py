@@ -130,6 +130,19 @@ def test_events_of_other_layers_media_and_sizes_are_left_out() -> None:
     assert router.calls == [("stored", None, [1], [1, 2], None, None)]
 
 
+def test_blocks_from_a_picture_on_are_left_out() -> None:
+    """Those of another picture have the same tokens, by which a router knows them."""
+    events: list[Event] = []
+    for picture, hashes in (("one", [1, 2, 3, 4]), ("other", [1, 12, 13, 14])):
+        keys: list[tuple[Any, ...] | None] = [("salt",), ((picture, 0),), None]
+        events.append(BlockStored([*hashes[:3]], [1, 2, 9, 9, 3, 4], extra_keys=keys))
+        events.append(BlockStored([hashes[3]], [5, 6], parent_block_hash=hashes[2]))
+    events.append(BlockStored([5], [9, 9], parent_block_hash=1, extra_keys=[(["third", 0],)]))
+    router = relayed(*events, BlockRemoved([4, 3, 2]), BlockRemoved([1]))
+    assert router.calls == [("stored", None, [1], [1, 2], "salt", None)] * 2
+    assert router.known == {1}
+
+
 def test_a_block_that_is_cached_twice_is_evicted_twice() -> None:
     router = relayed(BlockStored([1], [1, 2]), BlockStored([1], [1, 2]), BlockRemoved([1]))
     assert router.known == {1}

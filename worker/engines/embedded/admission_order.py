@@ -147,6 +147,8 @@ class Admission:
         request.num_passed = 0
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
+        elif len(request.tokens) == request.prompt_length:  # what it was given before may be gone
+            request.num_cached_tokens = min(request.num_cached_tokens, request.num_computed)
         if request.queue_times is None:
             now_s = time.monotonic()
             request.queue_times = QueueTimes(now_s, now_s)

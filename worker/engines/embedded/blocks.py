@@ -74,7 +74,7 @@ def root_of(cache_salt: str | None, num_updates: int = 0, adapter: str | None = 
     Args:
         cache_salt: Salt of the request, None for none.
         num_updates: Updates of the weights since the engine started.
-        adapter: Digest of the LoRA adapter, None for the model itself.
+        adapter: Digest of the LoRA adapter, for a router its name; None for the model itself.
     """
     root = ROOT if cache_salt is None else hash_block(ROOT, list(cache_salt.encode("utf-8", "surrogatepass")))
     if num_updates:

@@ -61,7 +61,8 @@ class Request:
         pages: Page table, while it runs: position p is in ``pages[p // page_size]`` at slot
             ``p % page_size``.
         num_computed: Tokens, from the first on, whose KV is in `pages`.
-        num_cached_tokens: Prompt tokens of the prefix hit at its first admission; None before.
+        num_cached_tokens: Prompt tokens of the prefix hit with which its first token was computed:
+            the shortest of its admissions until then; None before the first.
         num_preemptions: Number of its preemptions.
         queue_times: Times at which it left the waiting queue first.
         block_hashes: Hashes of its full blocks, as far as needed; see `blocks.hash_block`.

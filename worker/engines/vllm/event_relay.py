@@ -35,7 +35,8 @@ class EventRelay:
     """Forwards vLLM's ``KVEventBatch`` es.
 
     A model with several kinds of layers has events for each of them; only those of the first group
-    of layers with the whole context are forwarded.
+    of layers with the whole context are forwarded. Blocks from the first one with a part of a
+    picture on are not: a router knows blocks by their tokens, which are those of other pictures.
 
     Args:
         sink: Receives the events.
@@ -102,21 +103,24 @@ class EventRelay:
 
     def _stored(self, event: Any) -> None:
         hashes = [_hash_of(each) for each in event.block_hashes]
-        if not hashes or len(event.token_ids) != len(hashes) * self._block_size:
+        if len(event.token_ids) != len(hashes) * self._block_size:
+            return
+        del hashes[_num_of_tokens_alone(event) :]
+        if not hashes:
             return
         parent = None if event.parent_block_hash is None else _hash_of(event.parent_block_hash)
         if parent is None:
             origin = _salt_of(event), event.lora_name
         elif parent in self._cached:
             origin = self._cached[parent].origin
-        else:  # its event was lost
+        else:  # its event was lost, or it holds a picture
             return
         for each in hashes:
             if each in self._cached:
                 self._cached[each].count += 1
             else:
                 self._cached[each] = _Cached(origin)
-        self._sink.stored(parent, hashes, event.token_ids, *origin)
+        self._sink.stored(parent, hashes, event.token_ids[: len(hashes) * self._block_size], *origin)
 
     def _removed(self, hashes: list[int]) -> None:
         gone = []
@@ -142,6 +146,17 @@ def _hash_of(block_hash: int | bytes) -> int:
     a number itself.
     """
     return int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash
+
+
+def _num_of_tokens_alone(event: Any) -> int:
+    """Blocks before the first one that holds a part of a picture: a pair of its name and its place
+    is among the keys.
+    """
+    keys = event.extra_keys or ()
+    return next(
+        (index for index, each in enumerate(keys) if not all(isinstance(key, str) for key in each or ())),
+        len(event.block_hashes),
+    )
 
 
 def _salt_of(event: Any) -> str | None:

@@ -63,6 +63,11 @@ class KvCache:
         """
         return (self.num_pages - self.num_available) * self._per_page
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all pages."""
+        return self.num_pages * self._per_page
+
     def count_pages(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)

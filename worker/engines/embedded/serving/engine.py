@@ -18,6 +18,7 @@ from worker.engines import (
     EngineRequest,
     KvEventSink,
     KvPart,
+    LoadSink,
     LocalPrefill,
     ReadKv,
     TokenDelta,
@@ -32,7 +33,7 @@ from worker.engines.embedded.model import HfModel, check_first_pass, load_model
 from worker.engines.embedded.model.numerics import shown_threads
 from worker.engines.embedded.plan import Model, Request
 from worker.engines.embedded.sampling import LogitsCollector
-from worker.engines.embedded.serving.step_thread import Call, Listen, Measure, StepThread, Stop, Submit
+from worker.engines.embedded.serving.step_thread import Call, Count, Listen, Measure, StepThread, Stop, Submit
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.embedded.serving.streams import Streams
 from worker.engines.embedded.serving.weights import WeightControl
@@ -287,6 +288,11 @@ class EmbeddedEngine:
         """Tell `sink` of the blocks in the cache, and then of blocks cached and evicted."""
         assert self._thread is not None
         self._thread.tell(Listen(sink))
+
+    def tell_load(self, callback: LoadSink) -> None:
+        """See `worker.engines.ReportsLoad`; pages count as a whole."""
+        assert self._thread is not None
+        self._thread.tell(Count(callback))
 
     def report_forward_passes(self, sink: ForwardPassSink) -> None:
         """Tell `sink` of every step from now on."""

@@ -11,7 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from worker.engines import FinishReason, KvEventSink
+from worker.engines import FinishReason, KvEventSink, LoadSink
 from worker.engines.embedded.blocks import ROOT
 from worker.engines.embedded.host import Watchdog
 from worker.engines.embedded.kv_cache import BlocksRemoved, BlocksStored, is_out_of_memory
@@ -49,6 +49,15 @@ class Listen:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """Message: tell `sink`, on the event loop, of the KV blocks in use whenever their number has
+    changed.
+    """
+
+    sink: LoadSink
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """Message: tell `sink` of each forward pass from now on."""
 
@@ -76,7 +85,7 @@ class Stop:
     """Message: end the thread."""
 
 
-Message = Submit | Abort | Listen | Measure | Call | Wake | Stop
+Message = Submit | Abort | Listen | Count | Measure | Call | Wake | Stop
 
 
 class StepThread:
@@ -105,6 +114,8 @@ class StepThread:
         self._pacing = Pacing()
         self._outbox = Outbox(loop, deliver, self._pacing)
         self._sink: KvEventSink | None = None
+        self._load_sink: LoadSink | None = None
+        self._told_blocks = -1  # in use, as it was told
         self._when_drained: list[Call] = []
         self._thread = threading.Thread(target=self._run, name="embedded-step", daemon=True)
 
@@ -156,6 +167,8 @@ class StepThread:
                     self._sink = sink
                     self._stepper.scheduler.cache.record_events()
                     self._report_blocks()
+                case Count(load_sink):
+                    self._load_sink = load_sink
                 case Measure(pass_sink):
                     self._stepper.pass_sink = pass_sink
                 case Call(when_drained=True) as call:
@@ -178,6 +191,7 @@ class StepThread:
             call = self._when_drained.pop(0)
             if not call.done.cancelled():  # else its caller has left, and lets requests go on
                 self._carry_out(call)
+        self._report_load()
         wait_s = self._stepper.wait_s
         if wait_s == 0 and not self._stepper.scheduler.is_idle:  # else KV is to be received, and nothing is decoded
             wait_s = self._pacing.wait_s(self._stepper.scheduler.queues)
@@ -187,6 +201,12 @@ class StepThread:
             return self._inbox.get(timeout=wait_s)
         except Empty:
             return None
+
+    def _report_load(self) -> None:
+        cache = self._stepper.scheduler.cache
+        if self._load_sink is not None and cache.num_used_blocks != self._told_blocks:
+            self._told_blocks = cache.num_used_blocks
+            self._outbox.call_soon(self._load_sink, self._told_blocks, cache.num_blocks)
 
     def _report_blocks(self) -> None:
         if self._sink is not None:

@@ -152,8 +152,8 @@ class WeightControl:
         self._streams.abort_all()
 
     async def flush_cache(self) -> None:
-        """See `UpdatesWeights.flush_cache`."""
-        await self._call(lambda stepper: stepper.scheduler.cache.clear())
+        """See `UpdatesWeights.flush_cache`; requests in flight compute their KV again."""
+        await self._call(Stepper.drop_kv)
 
     async def sleep(self, level: int) -> None:
         """See `UpdatesWeights.sleep`; requests in flight go on when it wakes."""
