@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_doubles import END, WIDTH, ScriptedModel, request
 
-from worker.engines.embedded.admission import HONOURED, REFUSED  # type: ignore[attr-defined]
+from worker.engines.embedded.admission import HONOURED, REFUSED
 from worker.engines.refusals import IRRELEVANT
 from worker.errors import InvalidRequest
 from worker.sampling import GuidedDecodingParams, SamplingParams

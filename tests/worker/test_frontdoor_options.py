@@ -40,6 +40,7 @@ def test_the_command_line_wins_over_the_environment() -> None:
         ([], {}, False),
         (["--playground"], {}, True),
         ([], {"FRONT_DOOR_PLAYGROUND": "true"}, True),
+        ([], {"FRONT_DOOR_PLAYGROUND": "True"}, True),
         (["--playground", "false"], {"FRONT_DOOR_PLAYGROUND": "true"}, False),
     ],
 )

@@ -10,7 +10,7 @@ from worker.frontdoor.exchange import Exchange
 from worker.frontdoor.fields import CHAT, COMPLETIONS
 from worker.frontdoor.summaries import Source, reply_of, served_models
 from worker.frontdoor.tokens import prompt_tokens
-from worker.frontdoor.values import printable, truth
+from worker.frontdoor.values import model_name, printable, truth
 from worker.runtimes.direct.pictures import picture_places
 
 _OF_PROMPTS = ("model", "prompt", "add_special_tokens", "return_token_strs")
@@ -59,7 +59,7 @@ async def tokenize(exchange: Exchange) -> None:
         raise FieldRefused("add_special_tokens", "false is not supported: ids are those of a request with this prompt")
     for place in picture_places(fields.get("messages")):
         raise FieldRefused(place, "must be of type text: the engine alone knows which tokens a picture becomes")
-    model = _model(fields)
+    model = model_name("model", fields.get("model"))
     entry = await _served(exchange, model)
     if not is_chat and not isinstance(fields.get("prompt"), str):
         raise FieldRefused("prompt", "must be a text; with messages, those of a chat are counted")
@@ -80,7 +80,7 @@ async def detokenize(exchange: Exchange) -> None:
     fields = exchange.fields()
     _check_names(fields, _OF_TOKENS, "/detokenize")
     ids = await exchange.read(_token_ids)
-    await _served(exchange, _model(fields))
+    await _served(exchange, model_name("model", fields.get("model")))
     texts = exchange.door.texts
     await texts.tokenizer()
     await exchange.answer(200, {"prompt": await exchange.read(lambda _: texts.text(ids))})
@@ -97,13 +97,6 @@ def _check_names(fields: dict[str, Any], known: tuple[str, ...], path: str) -> N
     for name in fields:
         if name not in known:
             raise FieldRefused(printable(name), f"is not a field of {path}", code="unknown_parameter")
-
-
-def _model(fields: dict[str, Any]) -> str:
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise FieldRefused("model", "must be the name of a model that is served")
-    return model
 
 
 async def _served(exchange: Exchange, model: str) -> dict[str, Any]:

@@ -32,6 +32,13 @@ def list_of(path: str, value: Any) -> list[Any]:
     return value
 
 
+def model_name(path: str, value: Any) -> str:
+    """``value``, the name of a model. Raises `FieldRefused`."""
+    if not isinstance(value, str) or not value:
+        raise FieldRefused(path, "must be the name of a model that is served")
+    return value
+
+
 def truth(path: str, value: Any) -> bool:
     """``value``, false if it is null. Raises `FieldRefused`."""
     if value is not None and not isinstance(value, bool):

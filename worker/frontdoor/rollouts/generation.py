@@ -16,6 +16,7 @@ from worker.frontdoor.nvext import with_annotations, with_engine_data
 from worker.frontdoor.returned_tokens import Body, joined_versions, taken_data
 from worker.frontdoor.summaries import served_models
 from worker.frontdoor.translated import is_zero
+from worker.frontdoor.values import model_name
 from worker.requests.request import LOGPROBS_MODE, RETURN_TOKEN_IDS, TOP_LOGPROBS
 from worker.requests.rollout import ABORT, MATCHED, PROMPT_TOKEN_IDS, RANK, TOKEN_IDS, TOP, TRAIN_KEYS
 from worker.requests.token_weights import WEIGHTS
@@ -127,9 +128,7 @@ async def served_model(caller: Caller, named: Any, path: str = "model") -> str:
             frontend does not say.
     """
     if named is not None:
-        if not isinstance(named, str) or not named:
-            raise FieldRefused(path, "must be the name of a model that is served")
-        return named
+        return model_name(path, named)
     names = list(await served_models(caller.door.upstreams))
     if not names:
         raise Refused(503, "the frontend serves no model", kind="server_error")
