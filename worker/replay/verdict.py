@@ -106,10 +106,11 @@ def notes(server: ServerRecord, receipt: RecordedReceipt, catalog: Catalog) -> l
             lines.append(f"note: engine.{name} was {then!r} and is {now!r} here: tokens may differ")
     for place, record in enumerate(receipt.processors):
         processor = record.get("name")
-        is_known = isinstance(processor, str) and processor in catalog
-        here = catalog[processor].processor.version if is_known else None
-        if here is not None and record.get("version") != here:
-            told = f"{processor} was of version {record.get('version')} and is of version {here} here"
+        if not isinstance(processor, str) or processor not in catalog:
+            continue
+        recorded, own = record.get("version"), catalog[processor].processor.version
+        if recorded != own:
+            told = f"{processor} was of version {recorded} and is of version {own} here"
             lines.append(f"note: processors[{place}].version: {told}: tokens may differ")
     return lines
 
