@@ -20,6 +20,7 @@ from worker.engines import EngineRequest, KeepKv, ReadKv, TokenDelta, TokenLogpr
 from worker.engines.embedded import EmbeddedConfig, EmbeddedEngine
 from worker.engines.embedded.logits_tap import UnusableRow
 from worker.engines.embedded.offline import Engine
+from worker.engines.embedded.plan import Output
 from worker.engines.embedded.sampling.truncation import Controls
 from worker.engines.embedded.training import _AnswerTap
 from worker.errors import Draining, InvalidRequest
@@ -220,7 +221,7 @@ def test_a_row_that_is_no_number_ends_its_request_alone(value: float, caplog: py
     engine = engine_doubles.stepper(model)
     for name, prompt in (("one", [5, 9, 7]), ("other", [5, 8, 7])):
         engine.add(engine_doubles.request(model, name, prompt, wanted))
-    ends = {}
+    ends: dict[str, Output] = {}
     while not engine.scheduler.is_idle:
         ends |= {output.request_id: output for output in engine.step() if output.finish_reason is not None}
     assert ends["one"].error == "token 2 has no log probability: the row of logits holds NaN or +inf"
