@@ -349,7 +349,7 @@ async def test_what_a_pause_has_kept_finishes_in_the_next(trainer: Trainer) -> N
 @pytest.mark.parametrize("mode", ["abort", "finish", "keep"])
 async def test_the_mode_of_an_update_in_a_pause(trainer: Trainer, models: list[Path], mode: str) -> None:
     """It is of what the pause has kept."""
-    growing, wants = Generated(), {"annotations": ["return_token_ids"]}
+    growing, wants = Generated(), dict[str, Any](annotations=["return_token_ids"])
     task = asyncio.create_task(trainer.generate(LONG, growing, **wants))
     while len(growing.token_ids) < 5:
         await asyncio.sleep(0.001)

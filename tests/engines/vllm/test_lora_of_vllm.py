@@ -21,6 +21,7 @@ from worker.engines.lora_adapters import CONFIG, WEIGHTS, Adapter, read_adapters
 from worker.engines.vllm import VllmConfig, VllmEngine, config_from
 from worker.engines.vllm.settings import OWN
 from worker.errors import ConfigurationError, StartupError
+from worker.models.regular_files import read_regular
 from worker.sampling import SamplingParams
 from worker.tiny_model import write_tiny_model
 
@@ -142,10 +143,9 @@ def test_an_adapter_that_changes_while_it_is_read(
     adapter = write_adapter(tmp_path / "adapter", model)
     for file in adapter.iterdir():
         os.utime(file, (1, 1))
-    real = lora_adapters.read_regular
 
     def read(path: Path) -> bytes:
-        content = real(path)
+        content = read_regular(path)
         if path.name == name:
             path.write_bytes(content)
         return content
