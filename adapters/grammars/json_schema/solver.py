@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -59,6 +60,7 @@ class Solver:
 
     def __init__(self, document: SchemaDocument, rules: Mapping[str, Rule]) -> None:
         self.document, self._rules = document, rules
+        self._constraining = {*rules, *_REFUSED, "x-guidance"}
         self._found: dict[Literal, Shapes] = {}
         self._open = set[Literal]()
         self._goals: dict[Goal, Shapes] = {TRUE: TOP, FALSE: ()}
@@ -71,8 +73,23 @@ class Solver:
         """The goal that ``schema`` holds, or does not."""
         if schema is False:
             return FALSE if holds else TRUE
-        number = self.document.number(schema, place)
+        number = self._referred(self.document.number(schema, place))
         return ((number, holds),) if number else (TRUE if holds else FALSE)
+
+    def _referred(self, number: int) -> int:
+        """Number of the schema that a schema leads to if a reference is all that it says, so that
+        all such references are one goal.
+        """
+        seen = set[int]()
+        while number not in seen and self._is_reference(self.document.schema(number)):
+            seen.add(number)
+            with suppress(SchemaRefused):  # as it will be where its values are looked at
+                place = inside(self.document.place(number), "$ref")
+                number = self.document.target(self.document.schema(number), "$ref", place)
+        return number
+
+    def _is_reference(self, schema: Any) -> bool:
+        return schema is not True and "$ref" in schema and self._constraining.isdisjoint(schema.keys() - {"$ref"})
 
     def shapes(self, goal: Goal) -> Shapes:
         """The values that meet ``goal``.

@@ -24,7 +24,7 @@ from schema_strategies import schemas
 from schema_texts import Writer
 from small_tokenizers import MODELS, vocabulary_like
 from test_json_schemas import BYTES
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from written_calls import ONLY_FIRST, SPELLINGS, Call, format_of, said_before_calls, written
 
@@ -397,11 +397,18 @@ def test_a_text_is_written_without_tokens_that_are_banned(model: str) -> None:
         chain.accept(max(options), chain.position)
 
 
+def pieces_alone(pieces: dict[str, int], **options: Any) -> Any:
+    """A tokenizer whose tokens follow each other without spaces."""
+    tokenizer = Tokenizer(models.BPE(pieces, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
 def test_the_sandbox_finds_what_cannot_be_written() -> None:
     vocabulary = vocabulary_like("qwen")
     grammars = [ToolCalls.grammar(ToolCalls.Args.model_validate(calls("hermes")[1]), vocabulary)]
     grammars += [Choice.grammar(Choice.Args(choices=[text]), vocabulary) for text in ("</think>", "<|im_end|>")]
-    letters = Vocabulary(4, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, []))))  # type: ignore[arg-type]
+    letters = Vocabulary(4, pieces_alone({"a": 0, "b": 1}))
     with GrammarSandbox(partial(tokenizer_tables, vocabulary)) as sandbox:
         assert [sandbox.submit(grammar).result(60).outcome for grammar in grammars] == ["compiled"] * 3
     with GrammarSandbox(partial(tokenizer_tables, letters)) as sandbox:
@@ -507,8 +514,7 @@ def test_what_a_grammar_foresees_is_the_text_that_it_forces(model: str) -> None:
 def test_a_token_too_long_for_a_mask_is_written_with_others(length: int) -> None:
     """llguidance's trie ends at 1,024 bytes."""
     pieces = {"a": 0, "a" * length: 1, "</s>": 2}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(pieces, [])), eos_token="</s>")
-    context = Context(Vocabulary(3, tokenizer, [2]), end_token_ids=frozenset({2}))  # type: ignore[arg-type]
+    context = Context(Vocabulary(3, pieces_alone(pieces, eos_token="</s>"), [2]), end_token_ids=frozenset({2}))
     chain = built(context, (Regex, {"pattern": "a*"}))
     assert allowed(chain) == ({0, 1, 2} if length <= 1024 else {0, 2})
 

@@ -289,6 +289,28 @@ def test_a_schema_in_a_grammar_is_read_in_one_way() -> None:
         Writer(Grammar, BYTES, lark='start: %json {"minimum": 1, "minimum": 2}')
 
 
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf"])
+def test_nodes_of_many_kinds_are_written_once(keyword: str) -> None:
+    """Each member that is any node had rules of its own for nodes of all kinds."""
+    kinds = [f"k{number}" for number in range(60)]
+    node = {"$ref": "#/$defs/node", "description": "a part"}
+    nodes = [
+        {"type": "object", "properties": {"kind": {"const": kind}, "left": node, "right": node}, "required": ["kind"]}
+        for kind in kinds
+    ]
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": {keyword: nodes}}}
+    assert lark_grammar(schema).count("\n") < 10 * len(kinds)
+    found = writer(schema)
+    assert found.writes('{"kind":"k1","left":{"kind":"k2","right":{"kind":"k59"}}}')
+    assert not found.writes('{"kind":"k1","left":{"kind":"k60"}}')
+
+
+def test_references_that_go_round_are_refused() -> None:
+    round_about = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    with pytest.raises(ArgumentError, match="refers to itself without an end"):
+        writer(round_about)
+
+
 @pytest.mark.parametrize("impossible", [{"pattern": "^(?!a)a$"}, {"not": {"pattern": "^"}}, {"pattern": "^(?=b)a"}])
 def test_no_text_begins_that_cannot_end(impossible: dict[str, Any]) -> None:
     """The name of such a member could be written, and no token was left behind it."""
@@ -516,7 +538,7 @@ def test_conditions_are_enforced(schema: Any, valid: list[Any], invalid: list[An
                 "minItems": 1,
                 "type": "array",
             },
-            "#/$defs/a/properties/b: no JSON matches",
+            "#/$defs/a: no JSON matches",
         ),
     ],
 )
