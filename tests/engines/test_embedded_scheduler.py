@@ -434,7 +434,7 @@ def test_queue_times_survive_preemption_and_enclose_the_transfer(
 
 @pytest.mark.parametrize(("drops", "expected"), [(False, 96), (True, 0)])
 def test_a_prefix_hit_that_is_dropped_is_not_told(drops: bool, expected: int) -> None:
-    """As behind an update of the weights: all of the prompt is computed then."""
+    """Behind an update of the weights, say, all of the prompt is computed."""
     driver = stepper(MODEL, max_num_batched_tokens=32, max_mixed_chunk=32)
     common, params = [5 + position % 80 for position in range(100)], SamplingParams(max_tokens=2, ignore_eos=True)
     outputs: list[Output] = []

@@ -250,7 +250,7 @@ class Heard:
 
 
 async def test_a_flush_leaves_no_block_of_what_runs(sources: list[Path]) -> None:
-    """Its KV is computed again, with the same tokens."""
+    """The KV of what runs is computed again, with the same tokens."""
     async with running(sources[0]) as engine:
         weights, heard, answer = weights_of(engine), Heard(), Answer()
         engine.report_blocks(heard)

@@ -131,7 +131,7 @@ def test_events_of_other_layers_media_and_sizes_are_left_out() -> None:
 
 
 def test_blocks_from_a_picture_on_are_left_out() -> None:
-    """Those of another picture have the same tokens, by which a router knows them."""
+    """Blocks of another picture have the same tokens, by which a router knows them."""
     events: list[Event] = []
     for picture, hashes in (("one", [1, 2, 3, 4]), ("other", [1, 12, 13, 14])):
         keys: list[tuple[Any, ...] | None] = [("salt",), ((picture, 0),), None]

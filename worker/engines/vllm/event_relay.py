@@ -105,7 +105,7 @@ class EventRelay:
         hashes = [_hash_of(each) for each in event.block_hashes]
         if len(event.token_ids) != len(hashes) * self._block_size:
             return
-        del hashes[_num_of_tokens_alone(event) :]
+        del hashes[_num_before_pictures(event) :]
         if not hashes:
             return
         parent = None if event.parent_block_hash is None else _hash_of(event.parent_block_hash)
@@ -148,7 +148,7 @@ def _hash_of(block_hash: int | bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash
 
 
-def _num_of_tokens_alone(event: Any) -> int:
+def _num_before_pictures(event: Any) -> int:
     """Blocks before the first one that holds a part of a picture: a pair of its name and its place
     is among the keys.
     """
