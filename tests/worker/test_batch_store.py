@@ -7,6 +7,7 @@ import itertools
 import shutil
 import sqlite3
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -514,7 +515,7 @@ def test_capacity_and_lifetime_are_what_they_say(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="more than 8192 bytes"):
             store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 10)
         for now[0], is_there in ((1009.0, True), (1010.0, False)):
-            found = store.files.page(OWNER, after=None, limit=9, descending=False, purpose=None).items
+            found = store.files.page(OWNER, replace(NEWEST, limit=9, descending=False)).items
             assert (file in found) is is_there
             with contextlib.nullcontext() if is_there else pytest.raises(Refused):
                 store.files.get(OWNER, file.id)
@@ -539,8 +540,8 @@ def test_batches_are_known_in_order_for_thirty_days(tmp_path: Path) -> None:
         file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 100 * KEPT_S)
         batches = [begin(store, OWNER, file.id) for _ in range(3)]
         assert [each.id for each in store.batches.unfinished()] == [each.id for each in batches]  # begun again so
-        assert not store.batches.page(OWNER, after=None, limit=3).has_more
-        assert store.batches.page(OWNER, after=None, limit=2).has_more
+        assert not store.batches.page(OWNER, replace(NEWEST, limit=3)).has_more
+        assert store.batches.page(OWNER, replace(NEWEST, limit=2)).has_more
         cancelled = store.batches.cancel(OWNER, batches[0].id)
         now[0] = 1001.0
         assert store.batches.cancel(OWNER, batches[0].id) == cancelled
@@ -548,7 +549,7 @@ def test_batches_are_known_in_order_for_thirty_days(tmp_path: Path) -> None:
         store.batches.move(batches[2].id, ("validating",), "expired")
         for now[0], left in ((1000.0 + KEPT_S, batches), (1001.0 + KEPT_S, batches[:1])):
             store.delete_old()
-            found = store.batches.page(OWNER, after=None, limit=9).items[::-1]
+            found = store.batches.page(OWNER, replace(NEWEST, limit=9)).items[::-1]
             assert [each.id for each in found] == [each.id for each in left]
 
 
@@ -578,7 +579,7 @@ def test_pages_join_to_the_whole_list(tmp_path: Path) -> None:
         store.files.page("owner-b", Listing(after=ids[0], limit=9, descending=True, purpose=None))
     batch = begin(store, OWNER, ids[0])
     with pytest.raises(Refused, match="after"):
-        store.batches.page("owner-b", Listing(after=batch.id, limit=9))
+        store.batches.page("owner-b", replace(NEWEST, after=batch.id, limit=9))
     with pytest.raises(Refused):
         store.batches.get("owner-b", batch.id)
     store.close()
