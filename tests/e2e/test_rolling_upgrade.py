@@ -22,7 +22,7 @@ from test_migration_e2e import EXACT, KINDS, Reply, ask, ask_all
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
-PREVIOUS = "a1eeb4fd"
+PREVIOUS = "9a99b6dc"
 """Commit of the version before; of a release its tag."""
 
 OLDER = "2d64cf0504"
