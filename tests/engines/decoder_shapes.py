@@ -50,6 +50,7 @@ _ROUTED_KINDS = (
 )
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _ALSO: dict[str, dict[str, Any]] = {
+    "beam": {"num_experts": 6, "n_group": 2, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}},
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
@@ -83,9 +84,10 @@ _DERIVED_HEADS = ("falcon",)
 
 def settings(kind: str, shape: int) -> dict[str, Any]:
     """Settings of a model type in one of `SHAPES`."""
-    found = random_checkpoints.COMMON | SHAPES[shape] | _ALSO.get(kind, {})
+    found = random_checkpoints.COMMON | SHAPES[shape]
     if "experts" in TABLE[kind].features:
         found |= _ROUTED if kind in _ROUTED_KINDS else _EXPERTS
+    found |= _ALSO.get(kind, {})
     if kind in _LATENT_KINDS:
         found |= _LATENT[shape]
         found |= {"num_key_value_heads": found["num_attention_heads"], "head_dim": found["qk_rope_head_dim"]}
