@@ -69,7 +69,7 @@ ADDED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", SAME, ids=str)
+@pytest.mark.parametrize("changes", SAME, ids=" and ".join)
 def test_what_the_client_gives_has_no_part(changes: dict[str, Any]) -> None:
     assert of(**changes) == of()
 
@@ -80,7 +80,7 @@ def test_versions_of_its_processors_have(changes: dict[str, Any]) -> None:
     assert found == ("processor_versions", of(**changes).processor_versions, of().processor_versions)
 
 
-@pytest.mark.parametrize("changes", ADDED, ids=str)
+@pytest.mark.parametrize("changes", ADDED, ids=" and ".join)
 def test_what_the_worker_adds_has(changes: dict[str, Any]) -> None:
     found = of(**changes).difference(of())
     assert found == ("added_controls", of(**changes).added_controls, of().added_controls)
