@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from effort import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from worker.engines import FinishReason, TokenDelta, TokenLogprob
@@ -96,6 +96,7 @@ async def run(num_choices: int, actions: list[str | None]) -> None:
 
 
 @settings(max_examples=examples(1000), deadline=None)
+@example(num_choices=1, actions=["keep alive", None, "take", "keep alive", "take", "keep alive"])
 @given(num_choices=st.integers(1, 3), actions=ACTIONS)
 def test_a_stream_gives_each_delta_once_and_one_end(num_choices: int, actions: list[str | None]) -> None:
     asyncio.run(run(num_choices, actions))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from worker.engines.embedded.plan import Output
 from worker.engines.embedded.serving import pacing
+from worker.engines.embedded.serving.outbox import RUN_AHEAD, Outbox
 from worker.engines.embedded.serving.pacing import MAX_GATHER_S, Pacing
 
 
@@ -49,3 +53,17 @@ def test_who_comes_while_others_decode_stops_nobody(monkeypatch: pytest.MonkeyPa
         pace.note_step(prompts_first=False)
         pace.note_arrival(is_idle=False)
         assert not pace.is_prompts_first
+
+
+async def test_steps_that_the_event_loop_collects_hold_nothing() -> None:
+    pace, delivered = Pacing(), list[Output]()
+    outbox = Outbox(asyncio.get_running_loop(), delivered.extend, pace)
+    for number in range(1, 3 * RUN_AHEAD):
+        outbox.publish([Output("a")])
+        while len(delivered) < number:
+            await asyncio.sleep(0)
+        assert not pace.is_held
+    for _ in range(RUN_AHEAD):
+        assert not pace.is_held
+        outbox.publish([Output("a")])
+    assert pace.is_held

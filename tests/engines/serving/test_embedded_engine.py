@@ -81,6 +81,7 @@ async def test_an_answer(start_engine: StartEngine) -> None:
     assert [token for delta in deltas for token in delta.token_ids] == model.greedy(PROMPT, 20)
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert deltas[-1].finish_reason == "length"
+    assert all(delta.num_preemptions == 0 and delta.queue_times is not None for delta in deltas)
     assert engine.num_unfinished() == 0
 
 
@@ -203,6 +204,19 @@ async def test_a_slow_consumer_does_not_slow_the_others(start_engine: StartEngin
     assert tokens == model.greedy(PROMPT, 50)
 
 
+async def test_an_answer_that_has_ended_holds_nobody_back(start_engine: StartEngine) -> None:
+    """Though its consumer hangs."""
+    engine = await start_engine(ScriptedModel())
+    slow = engine.generate(EngineRequest("slow", PROMPT, params(40)))
+    await anext(slow)
+    await held(engine)
+    while engine.num_unfinished():
+        await asyncio.sleep(0.001)
+    assert engine._thread is not None
+    assert not engine._thread._pacing.is_held
+    await slow.aclose()
+
+
 async def test_stop_tokens_reach_the_last_delta(start_engine: StartEngine) -> None:
     model = ScriptedModel()
     model.by_position[6, END] = 100.0
@@ -259,6 +273,32 @@ async def test_an_abandoned_stream_is_aborted(start_engine: StartEngine) -> None
     assert engine.num_unfinished() == 0
 
 
+async def test_an_abandoned_stream_is_computed_no_further(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    gate.free = 1
+    engine = await start_engine(model)
+    stream = engine.generate(EngineRequest("left", PROMPT, params(None)))
+    await anext(stream)
+    await asyncio.to_thread(gate.held.wait)
+    await stream.aclose()
+    gate.open()
+    while engine.num_unfinished():
+        await asyncio.sleep(0.001)
+    assert len(model.plans) == 2  # the first one, and that under way
+
+
+async def test_a_late_release_spares_the_next_request_of_its_id(start_engine: StartEngine, gate: Gate) -> None:
+    model = ScriptedModel(gate)
+    gate.free = 1
+    engine = await start_engine(model)
+    first = engine.generate(EngineRequest("one", PROMPT, params(1)))
+    assert (await anext(first)).finish_reason == "length"
+    second = await begin(engine, "one", 5)
+    await first.aclose()
+    gate.open()
+    assert (await second)[0] == model.greedy(PROMPT, 5)
+
+
 async def test_a_cancelled_consumer_aborts_its_request(start_engine: StartEngine, gate: Gate) -> None:
     model = ScriptedModel(gate)
     engine = await start_engine(model, max_num_seqs=1)
@@ -291,6 +331,9 @@ async def test_a_full_queue_of_one_client_does_not_keep_another_out(start_engine
         return [token async for delta in stream for token in delta.token_ids]
 
     admitted = [asyncio.create_task(ask(str(number), "large")) for number in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await ask("more", None)  # who has no label is no client of its own
     admitted.append(asyncio.create_task(ask("small", "small")))
     while engine.num_unfinished() < 4:
         await asyncio.sleep(0.001)
@@ -394,6 +437,7 @@ async def test_requests_that_a_pause_holds_back_wait(start_engine: StartEngine, 
     engine = await start_engine(ScriptedModel(gate), max_num_seqs=1)
     tasks = [await begin(engine, "running", 3), await begin(engine, "waiting", 3)]
     await asyncio.to_thread(gate.held.wait)
+    assert engine.load().num_running == 1  # its prompt is being computed
     thread, stepper = engine._thread, engine._stepper
     assert thread is not None
     assert stepper is not None
@@ -407,6 +451,22 @@ async def test_requests_that_a_pause_holds_back_wait(start_engine: StartEngine, 
     thread.tell(Call(Stepper.open_gate, opened))
     await asyncio.gather(opened, *tasks)
     assert engine.load().num_waiting == 0
+
+
+async def test_a_call_whose_caller_has_left_is_not_made(start_engine: StartEngine, gate: Gate) -> None:
+    """A pause that waits for the end of requests, and is given up, would come with their end."""
+    engine = await start_engine(ScriptedModel(gate))
+    task = await begin(engine, "one", 5)
+    await asyncio.to_thread(gate.held.wait)
+    thread, made = engine._thread, list[Stepper]()
+    assert thread is not None
+    left, last = (asyncio.get_running_loop().create_future() for _ in range(2))
+    for done in (left, last):
+        thread.tell(Call(made.append, done, when_drained=True))
+    left.cancel()
+    gate.open()
+    await asyncio.gather(task, last)
+    assert len(made) == 1
 
 
 async def test_usage_tells_what_was_found_in_the_cache(start_engine: StartEngine) -> None:
@@ -429,6 +489,14 @@ async def test_stop_ends_streams_and_is_idempotent(start_engine: StartEngine, ga
         await task
     with pytest.raises(Draining):
         await collect(engine, "late", PROMPT, params())
+
+
+async def test_stop_ends_all_kv_transfers(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(Stepper, "close", lambda _: closed.append(threading.current_thread().name))
+    engine = await start_engine(ScriptedModel())
+    await engine.stop()
+    assert closed == ["embedded-step"]
 
 
 async def test_stop_without_start() -> None:

@@ -7,7 +7,6 @@ from worker.engines.embedded.serving.outbox import MIN_AHEAD, RUN_AHEAD
 from worker.engines.embedded.serving.step_thread import StepThread
 from worker.engines.embedded.serving.stream import Stream
 from worker.engines.request_table import RequestTable
-from worker.errors import ServingError
 
 
 class Streams(RequestTable[Stream]):
@@ -59,13 +58,6 @@ class Streams(RequestTable[Stream]):
         """End every request; their streams end as ``abort``, behind what has been sampled."""
         for stream in self.unfinished:
             stream.abort("abort")
-
-    def end_all(self, failure: ServingError) -> int:
-        """See `RequestTable.end_all`."""
-        self._behind.clear()
-        number = super().end_all(failure)
-        self._pace()
-        return number
 
     def _pace(self) -> None:
         if self.thread is not None:
