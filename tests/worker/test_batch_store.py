@@ -499,6 +499,33 @@ def test_a_full_store_begins_no_batch(tmp_path: Path) -> None:
     store.close()
 
 
+def test_capacity_and_lifetime_are_what_they_say(tmp_path: Path) -> None:
+    now = [1000.0]
+    with contextlib.closing(Store(tmp_path, 2 * 4096, lambda: now[0])) as store:
+        for _ in range(2):  # to the last byte
+            file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 10)
+        with pytest.raises(Refused, match="more than 8192 bytes"):
+            store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 10)
+        for now[0], is_there in ((1009.0, True), (1010.0, False)):
+            found = store.files.page(OWNER, after=None, limit=9, descending=False, purpose=None).items
+            assert (file in found) is is_there
+            with contextlib.nullcontext() if is_there else pytest.raises(Refused):
+                store.files.get(OWNER, file.id)
+
+
+def test_a_batch_whose_input_is_damaged_keeps_no_results(tmp_path: Path) -> None:
+    with contextlib.closing(Store(tmp_path, CAPACITY)) as store:
+        file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 3600)
+        batch = begin(store, OWNER, file.id)
+        store.begin(batch.id, 2, "m")
+        store.batches.add_result(batch.id, result(1))
+        assert not store.fail_if_damaged(batch)
+        store.files.path(file.id).unlink()
+        assert store.fail_if_damaged(batch)
+        assert store.batches.get(OWNER, batch.id).status == "failed"
+        assert store.batches.answered(batch.id) == set()
+
+
 def test_a_batch_of_no_file_names_the_field(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30)
     with pytest.raises(Refused) as refused:

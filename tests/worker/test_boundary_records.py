@@ -240,6 +240,8 @@ async def test_answers_do_not_continue_in_another_model() -> None:
     for records in (alike, untold):
         assert (await records.begin("a", moved)).request.generated_token_ids == [5]
     assert (await other.begin("a", request(1, 2))).request.params.seed == 7  # nothing was generated yet
+    await written(untold, "of a worker without one", request(1, 2))
+    assert (await other.begin("of a worker without one", moved)).request.generated_token_ids == [5]
     weights["updated"] = "77d0"  # all weights are updated ones, whatever was loaded
     record.sampled_from("77d0")
     await record.wait_written()
@@ -359,6 +361,23 @@ async def test_records_of_requests_in_flight_are_written_again() -> None:
     await records.close()
 
 
+async def test_records_are_renewed_in_time_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, waits, sleep = asyncio.all_tasks(), list[float](), asyncio.sleep
+
+    async def waiting(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(3600)
+
+    monkeypatch.setattr(asyncio, "sleep", waiting)
+    records = worker(Memory(), ttl_s=300.0)
+    await records.open()
+    await sleep(0)
+    assert all(2 * seconds < 300 for seconds in waits)  # one may fail
+    await records.close()
+    assert waits
+    assert asyncio.all_tasks() == before
+
+
 async def test_what_another_worker_has_taken_over_is_not_renewed() -> None:
     """A worker was stopped, and its request moved: it goes on at its renewals, and hears later that
     the request was cancelled.
@@ -455,6 +474,24 @@ async def test_requests_are_refused_while_the_store_fails_or_hangs(monkeypatch: 
     store.fails = False
     assert records.num_failures >= 3
     await records.close()
+
+
+async def test_a_store_that_hangs_is_told_once_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was begun there would be carried out when nobody waits for it any more."""
+    monkeypatch.setattr(record_store, "TIMEOUT_S", 0.02)
+    before, store = asyncio.all_tasks(), Memory()
+    records = record_store.RecordStore(store)
+    store.hangs = True
+    for _ in range(3):
+        with pytest.raises(BoundaryStoreUnavailable, match="does not answer"):
+            await records.read("a")
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    store.hangs = False
+    await records.read("a")
+    assert [entry.levelname for entry in caplog.records] == ["ERROR", "WARNING"]
 
 
 @pytest.mark.parametrize("data", [b"", b"no record", b'{"version":1}', b"\xff"])

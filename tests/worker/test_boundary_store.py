@@ -173,6 +173,29 @@ async def test_records_of_a_directory_go_away(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_directory_is_made_looked_at_and_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, looks, scandir = [0.0], list[Path](), os.scandir
+
+    def looked(path: Path) -> Any:
+        looks.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", looked)
+    store = FileStore(str(tmp_path / "store"), 10.0, clock=lambda: now_s[0])
+    await store.open()
+    assert (tmp_path / "store").stat().st_mode & 0o77 == 0  # seeds and prompts' lengths are nobody else's
+    now_s[0] = 6.0
+    for _ in range(3):
+        await store.put(KEY, b"1")
+    assert len(looks) == 1  # not with each record
+    (tmp_path / "store").rename(tmp_path / "gone")
+    with pytest.raises(StoreError, match="No such file or directory"):
+        await store.get(KEY)  # where it cannot be told whether there is a record
+    await store.close()
+    with pytest.raises(StoreError, match="it is closed"):
+        await store.get(KEY)
+
+
 async def test_what_cannot_be_removed_fails_no_request(tmp_path: Path) -> None:
     """A record was written when old ones are looked for: another user's in a shared directory, or a
     directory of that name, is left to its owner.

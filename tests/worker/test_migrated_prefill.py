@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from worker.arguments import parse_arguments
 from worker.errors import PoisonRequest
+from worker.migration.boundary_record import EXPIRY_S
 from worker.migration.records import BoundaryRecords, records_of
 from worker.requests.request import GenerationRequest, RequestLimits, parse_request
 
@@ -71,6 +73,20 @@ async def test_a_prefill_worker_reads_its_own_record_again(tmp_path: Path) -> No
         record.settle()
     for each in (prefill, decode):
         await each.close()
+
+
+async def test_the_record_of_a_prefill_goes_as_it_ends(tmp_path: Path) -> None:
+    """Only an answer can go on behind its end, on a worker that has not sent all of it."""
+    prefill = records(tmp_path, "prefill")
+    await prefill.open()
+    record = await prefill.begin("a", request(PROMPT, 1))
+    record.write(11)
+    await record.wait_written()
+    record.settle()
+    async with asyncio.timeout(EXPIRY_S / 2):
+        while list(tmp_path.iterdir()):
+            await asyncio.sleep(0.001)
+    await prefill.close()
 
 
 async def test_a_cancelled_prefill_leaves_no_record_of_its_own(tmp_path: Path) -> None:
