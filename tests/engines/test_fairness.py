@@ -207,11 +207,12 @@ def test_the_preempted_do_not_starve_behind_kv_transfers() -> None:
     assert max(station.passed.values()) <= MAX_NUM_SEQS
 
 
-def test_the_page_in_which_a_read_ends_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_whole", [0, 2])
+def test_the_page_in_which_a_read_ends_is_prepared(num_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the prompt of a migrated answer whose chain wants its logits: that page may hold what
     another request left there, and the last one of the answer was prepared in its place.
     """
-    station, end = Station("decode", seed=0, num_pages=20, local=0.0), 2 * PAGE + 5
+    station, end = Station("decode", seed=0, num_pages=20, local=0.0), num_whole * PAGE + 5
     station.prompts.append(list(range(6, 6 + 5 * PAGE)))
     one = recall_request(station.model, "one", station.prompts[0], 8)
     one.tap = EveryToken()

@@ -87,6 +87,21 @@ def test_a_hundred_thousand_lines_are_refused_by_number(tmp_path: Path) -> None:
     assert problems(tmp_path, content) == [(None, "too_many_requests", None)]
 
 
+def test_a_file_may_have_as_many_requests_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "MAX_LINES", 2)
+    path = tmp_path / "input"
+    for number, problems in ((2, []), (3, ["too_many_requests"])):
+        path.write_bytes(jsonl(line(f"r{n}") for n in range(number)))
+        assert [each.code for each in checked(path, CHAT, LONGEST, ["m"]).problems] == problems
+
+
+@pytest.mark.parametrize(("method", "waits"), [("POST", True), ("GET", False)])
+def test_a_model_is_waited_for_where_nothing_else_is_wrong(tmp_path: Path, method: str, waits: bool) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(jsonl([line("a"), line("b", method=method)]))
+    assert checked(path, CHAT, LONGEST, ["another"]).lacks_models_alone is waits
+
+
 def test_problems_beyond_the_shown_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "SHOWN_PROBLEMS", 2)
     assert [code for _, code, _ in problems(tmp_path, b"x\n" * 5)] == ["invalid_json_line"] * 2 + ["too_many_errors"]

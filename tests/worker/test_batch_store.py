@@ -254,6 +254,13 @@ def overwritten(path: Path) -> None:
     path.write_bytes(content[:8192] + b"x" * 8192 + content[16384:])
 
 
+def overwritten_among_many(path: Path) -> None:
+    lines = "WITH RECURSIVE lines (line) AS (SELECT 1 UNION ALL SELECT line + 1 FROM lines WHERE line < 2000)"
+    execute(path, f"{lines} INSERT INTO results SELECT 'batch', line, 1, 200, 'id', x'7b7d' FROM lines")
+    content = path.read_bytes()
+    path.write_bytes(content[:-12288] + b"x" * 4096 + content[-8192:])
+
+
 def of_other_tables(path: Path) -> None:
     execute(path, "ALTER TABLE files RENAME COLUMN owner TO holder")
 
@@ -284,6 +291,7 @@ def execute(path: Path, statements: str) -> None:
         (garbled, "batches.sqlite is damaged"),
         (cut, "batches.sqlite is damaged"),
         (overwritten, "batches.sqlite is damaged"),
+        (overwritten_among_many, "batches.sqlite is damaged"),
         (of_other_tables, "has other tables than those of this worker"),
         (of_another_program, "has other tables than those of this worker"),
         (a_directory, "Is a directory"),
@@ -312,7 +320,7 @@ def test_the_files_of_others_are_not_swept(tmp_path: Path) -> None:
 
 def test_contents_are_readable_by_their_user_alone(tmp_path: Path) -> None:
     Store(tmp_path, CAPACITY).close()
-    for name in ("files", "files/incoming"):
+    for name in ("files", "files/incoming", "batches.sqlite"):
         assert (tmp_path / name).stat().st_mode & 0o77 == 0
 
 
@@ -526,6 +534,25 @@ def test_a_batch_whose_input_is_damaged_keeps_no_results(tmp_path: Path) -> None
         assert store.batches.answered(batch.id) == set()
 
 
+def test_batches_are_known_in_order_for_thirty_days(tmp_path: Path) -> None:
+    now = [1000.0]
+    with contextlib.closing(Store(tmp_path, CAPACITY, lambda: now[0])) as store:
+        file = store.files.add(OWNER, "a", INPUT, incoming(store, b"x"), 100 * KEPT_S)
+        batches = [begin(store, OWNER, file.id) for _ in range(3)]
+        assert [each.id for each in store.batches.unfinished()] == [each.id for each in batches]  # begun again so
+        assert not store.batches.page(OWNER, after=None, limit=3).has_more
+        assert store.batches.page(OWNER, after=None, limit=2).has_more
+        cancelled = store.batches.cancel(OWNER, batches[0].id)
+        now[0] = 1001.0
+        assert store.batches.cancel(OWNER, batches[0].id) == cancelled
+        store.begin(batches[1].id, 0, None, errors="[]")
+        store.batches.move(batches[2].id, ("validating",), "expired")
+        for now[0], left in ((1000.0 + KEPT_S, batches), (1001.0 + KEPT_S, batches[:1])):
+            store.delete_old()
+            found = store.batches.page(OWNER, after=None, limit=9).items[::-1]
+            assert [each.id for each in found] == [each.id for each in left]
+
+
 def test_a_batch_of_no_file_names_the_field(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30)
     with pytest.raises(Refused) as refused:
@@ -548,6 +575,10 @@ def test_pages_join_to_the_whole_list(tmp_path: Path) -> None:
                 break
         assert found == (ids[::-1] if descending else ids)
     assert store.files.page(OWNER, after=None, limit=9, descending=True, purpose="batch_output").items == []
-    with pytest.raises(Refused, match="after"):
-        store.files.page("owner-b", after=ids[0], limit=9, descending=True, purpose=None)
+    batch = begin(store, OWNER, ids[0])
+    for page, limits in ((store.files.page, {"descending": True, "purpose": None}), (store.batches.page, {})):
+        with pytest.raises(Refused, match="after"):
+            page("owner-b", after=ids[0] if limits else batch.id, limit=9, **limits)
+    with pytest.raises(Refused):
+        store.batches.get("owner-b", batch.id)
     store.close()
