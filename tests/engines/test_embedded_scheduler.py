@@ -277,6 +277,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
         driver.step()
     driver.scheduler.queues.preempt(one)
     assert list(driver.scheduler.queues.waiting) == [one]
+    assert one.num_preemptions == 1  # its receipt says so
     driver.step()
     chunk = driver.plans[-1].chunks[0]
     assert (chunk.start, chunk.stop) == (48, 50)  # three blocks were known

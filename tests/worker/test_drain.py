@@ -88,6 +88,8 @@ async def test_requests_that_finish_within_the_budget() -> None:
     await asyncio.sleep(0)
     assert in_flight.closed
     for admitted in all_admitted:
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert not draining.done()
         in_flight.release(admitted)
     assert await draining == DrainOutcome(3, 0)
@@ -122,6 +124,17 @@ async def test_a_second_signal_ends_the_wait() -> None:
     draining = asyncio.create_task(drain(in_flight, engine, 1000))
     await asyncio.sleep(0)
     in_flight.stop_waiting()
+    assert await draining == DrainOutcome(0, 1)
+
+
+async def test_streams_are_waited_for_while_their_requests_migrate() -> None:
+    in_flight = InFlightRequests()
+    admitted = in_flight.admit("a", 1)
+    draining = asyncio.create_task(drain(in_flight, MigratesRequests(in_flight, ends_streams=False), 0))
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not draining.done()
+    in_flight.release(admitted)
     assert await draining == DrainOutcome(0, 1)
 
 

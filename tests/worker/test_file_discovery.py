@@ -264,6 +264,7 @@ def test_a_guard_that_was_killed_is_replaced(tmp_path: Path) -> None:
     others, guard = psutil.Process().children(), Guard()
     guard.add(paths[:1])
     (shell,) = set(psutil.Process().children()) - set(others)
+    assert os.getpgid(shell.pid) != os.getpgid(0)  # what ends the whole group ends the worker first
     shell.kill()
     shell.wait(60)
     guard.add(paths[1:])
