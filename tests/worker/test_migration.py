@@ -385,3 +385,29 @@ async def test_a_worker_accepts_nothing_until_its_store_is_back(model: Path, tmp
         assert len(answer.token_ids) == LENGTH
     finally:
         await worker.cleanup()
+
+
+async def test_no_token_leaves_before_its_record_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker would take what comes after it for a new prompt."""
+    put, written = FileStore.put, asyncio.Event()
+
+    async def late(store: FileStore, key: str, value: bytes) -> None:
+        await written.wait()
+        await put(store, key, value)
+
+    monkeypatch.setattr(FileStore, "put", late)
+    worker = make_worker(model, tmp_path)
+    await worker.start(1)
+    try:
+        stream = worker.generate({"token_ids": PROMPT, "stop_conditions": {"max_tokens": 8}}, Context("held"))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.wait([first], timeout=0.5)
+        assert not first.done()
+        written.set()
+        chunks = [await first, *[chunk async for chunk in stream]]
+        assert chunks[-1]["finish_reason"] == "length"
+    finally:
+        written.set()
+        await worker.cleanup()
