@@ -380,12 +380,9 @@ async def test_a_request_is_sent_again_where_it_may_help(
     assert len(statuses) - len(left) == num_asked
 
 
-@pytest.mark.parametrize("reason", [ABORTED, f"request id: {CANNOT_GO_ON}: numerics is 'fast' on the worker"])
-async def test_a_line_that_is_cut_off_is_sent_again(tmp_path: Path, reason: str) -> None:
-    """A trainer's pause ends all that is in flight, and so does a worker that leaves others whose
-    options are not its own; a batch has no client that could ask again.
-    """
-    aborted = json.dumps({"error": {"message": f"InvalidArgument: {reason}"}}).encode()
+async def test_a_line_that_a_trainer_aborts_is_sent_again(tmp_path: Path) -> None:
+    """A pause ends all that is in flight, and a batch has no client that could go on."""
+    aborted = json.dumps({"error": {"message": f"InvalidArgument: {ABORTED}"}}).encode()
     answers = [(400, aborted)] * 5 + [(200, b"{}")]
 
     async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
@@ -394,6 +391,23 @@ async def test_a_line_that_is_cut_off_is_sent_again(tmp_path: Path, reason: str)
     async with service(tmp_path, ask) as at:
         done = await ended(at, await begun(at, jsonl([line("a")])))
         assert (done.status, done.completed, answers) == ("completed", 1, [])
+
+
+@pytest.mark.parametrize("is_killer", [False, True])
+async def test_a_line_whose_worker_left_is_sent_again(tmp_path: Path, is_killer: bool) -> None:
+    """Where the others have options that are not its own. It may be the line that kills them."""
+    reason = f"InvalidArgument: request id: {CANNOT_GO_ON}: numerics is 'fast' on the worker"
+    answers = [(400, json.dumps({"error": {"message": reason}}).encode())] * (running_batch.MOST_BROKEN - 1)
+    answers += answers[:1] if is_killer else [(200, b"{}")]
+    more = [(200, b"{}")]
+    left = [*answers, *more]
+
+    async def ask(owner: str, url: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        return left.pop(0)
+
+    async with service(tmp_path, ask) as at:
+        done = await ended(at, await begun(at, jsonl([line("a")])))
+        assert (done.completed, left) == (int(not is_killer), more)
 
 
 async def test_a_model_that_is_away_is_waited_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from adapters.catalog import Catalog, Entry, Requested, Selection
 from adapters.contract import Context
+from adapters.strict_yaml import read_yaml
 from adapters.vocabulary import Vocabulary
 from worker.requests.continuation import ControlDigests
 from worker.requests.control_digests import control_digests
@@ -84,6 +85,23 @@ def test_versions_of_its_processors_have(changes: dict[str, Any]) -> None:
 def test_what_the_worker_adds_has(changes: dict[str, Any]) -> None:
     found = of(**changes).difference(of())
     assert found == ("added_controls", of(**changes).added_controls, of().added_controls)
+
+
+OF_YAML = {
+    "{bias: {7: 1, '9': 2}}": "{bias: {'9': 2, 7: 1}}",
+    "{since: 2026-01-02, at: 2026-01-02 03:04:05}": "{at: 2026-01-02 03:04:05, since: 2026-01-02}",
+    "{text: !!binary aGVsbG8=}": "{'text': !!binary aGVsbG8=}",
+    "{names: !!set {a, b, c, d, e, f}}": "{names: !!set {f, e, d, c, b, a}}",
+    "{most: .inf}": "{most: +.inf}",
+}
+
+
+@pytest.mark.parametrize("text", OF_YAML)
+def test_a_policy_may_have_what_yaml_has(text: str) -> None:
+    """In any order."""
+    args: list[Any] = [read_yaml(each) for each in (text, OF_YAML[text])]
+    own, same, other = (chosen(replace(OPERATORS, args=each)) for each in (*args, {**args[0], "more": 1}))
+    assert of(**own) == of(**same) != of(**other)
 
 
 def test_digests_are_texts() -> None:

@@ -27,8 +27,8 @@ MAX_OWNER = 256
 
 _OF = " of "
 _WITH = " with "
-"""These stand between the parts of an owner's name. Workers of versions that had fewer of them take
-them for more of the name, and go on with each other's answers.
+"""Separators of the parts of an owner's name. Workers of versions that had fewer of them take them
+for more of the name, and go on with each other's answers.
 """
 
 

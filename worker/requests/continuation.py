@@ -60,8 +60,8 @@ class ControlDigests:
         """The first of the digests that differs from one of another worker's.
 
         Returns:
-            Its name, its value here and its value there; None if both are the same, or if those of
-            a worker are not known.
+            The name of the digest, and its value here and there; None if both are the same, or if
+            those of a worker are not known.
         """
         if self.added_controls and there.added_controls:
             for field in dataclasses.fields(self):

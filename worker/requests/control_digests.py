@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any
 
 from adapters.catalog import Catalog, Selection
@@ -68,7 +69,20 @@ def _key(args: Mapping[str, Any], model: Context) -> bytes:
 
 
 def _json(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(_plain(data), separators=(",", ":")).encode()
+
+
+def _plain(data: Any) -> Any:
+    """JSON data that is equal where ``data`` is. The policy's arguments come from YAML, which has
+    numbers beside texts as keys, and sets, dates and bytes.
+    """
+    if isinstance(data, Mapping):
+        return sorted(([str(key), _plain(value)] for key, value in data.items()), key=itemgetter(0))
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    if isinstance(data, set | frozenset):
+        return sorted(map(repr, data))
+    return data if data is None or isinstance(data, str | int | float) else repr(data)
 
 
 def _digest(data: bytes) -> str:

@@ -26,3 +26,11 @@ def test_what_computes_otherwise_is_told(kind: str) -> None:
     setattr(getattr(other, section), name, value)
     here, there = (describe(config, "0.32", 100, (2,), {}) for config in (CONFIG, other))
     assert (here.made_by, here.kv_dtype) != (there.made_by, there.kv_dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "float32"])
+def test_the_models_own_type_of_kv_is_not_told(cache_dtype: str) -> None:
+    """Workers of versions that told none have this one: their answers go on here."""
+    config = deepcopy(CONFIG)
+    config.cache_config.cache_dtype = cache_dtype
+    assert describe(config, "0.32", 100, (2,), {}).kv_dtype == ""

@@ -170,7 +170,7 @@ class TrtllmEngine(LibraryEngine[RunningRequest]):
         return self._info
 
     async def _hand_off_facts(self, version: str, digest: Future[str] | None) -> disaggregated_params.HandOffFacts:
-        """What must be the same on both sides of a hand-off."""
+        """Facts that must be the same on both sides of a hand-off."""
         options = self.config.options
         model = ""
         if digest is not None:

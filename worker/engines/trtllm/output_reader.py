@@ -30,7 +30,7 @@ class OutputReader:
         requests: The running requests.
         broken: Called with the reason when the executor is found dead.
         metrics: TensorRT-LLM's own metrics, None if the version has none.
-        facts: What a hand-off tells of this worker, None for an aggregated one.
+        facts: Facts of this worker that a hand-off tells, None for an aggregated one.
     """
 
     def __init__(

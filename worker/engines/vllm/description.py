@@ -18,7 +18,8 @@ def describe(
 ) -> EngineInfo:
     """The description of the engine with a ``VllmConfig``; ``adapters`` are digests by name."""
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    made_by = f"vLLM, {str(model.dtype).removeprefix('torch.')}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    made_by = f"vLLM, {dtype}"
     made_by += f", {model.quantization} weights" if model.quantization else ""
     return EngineInfo(
         name="vllm",
@@ -35,7 +36,8 @@ def describe(
         reports_blocks=config.kv_events_config is not None,
         computed_by=f"{made_by}, {config.device_config.device_type}",
         made_by=made_by,
-        kv_dtype=str(cache.cache_dtype),
+        # the model's own goes without saying, as it did in versions that said none
+        kv_dtype="" if cache.cache_dtype in ("auto", dtype) else str(cache.cache_dtype),
         adapters=adapters,
         takes_images=takes_images,
         runs_all_processors=False,

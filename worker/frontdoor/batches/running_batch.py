@@ -30,11 +30,12 @@ BUSY = frozenset((429, 503, 529))
 
 BROKEN = frozenset((500, 502, 504))
 """Statuses of requests in whose middle something died: they are sent again a few times, since the
-request itself may be what kills it.
+request itself may be what kills it. So are those whose worker died or left, where the others refuse
+to go on with its answer.
 """
 
 MOST_BROKEN = 4
-"""Times that a request is sent that ends with one of `BROKEN`."""
+"""Times that a request is sent in whose middle something dies."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
 """Seconds before a request is sent again; each time doubles them."""
@@ -142,9 +143,10 @@ class RunningBatch:
                 if found is None:
                     return
                 status, body = found
-                num_broken += status in BROKEN
-                is_to_repeat = status in BUSY or (status in BROKEN and num_broken < MOST_BROKEN)
-                if not (is_to_repeat or _is_cut_off(status, body)):
+                is_broken = status in BROKEN or _says(CANNOT_GO_ON, status, body)
+                num_broken += is_broken
+                is_to_repeat = status in BUSY or (is_broken and num_broken < MOST_BROKEN)
+                if not (is_to_repeat or _says(ABORTED, status, body)):
                     written, counts = await asyncio.to_thread(_kept, body)
                     result = Result(place.number, status, request_id, written)
                     await self._store.do(self._store.batches.add_result, self._batch.id, result, counts)
@@ -183,11 +185,9 @@ class RunningBatch:
         return self._store.files.path(self._batch.input_file_id)
 
 
-def _is_cut_off(status: int, body: bytes) -> bool:
-    """Whether an answer ended in the middle through no fault of its request: a trainer has ended
-    all in flight, to change the weights; or its worker left, and the others compute otherwise.
-    """
-    return status >= 400 and any(reason.encode() in body for reason in (ABORTED, CANNOT_GO_ON))
+def _says(reason: str, status: int, body: bytes) -> bool:
+    """Whether an answer is an error with this reason."""
+    return status >= 400 and reason.encode() in body
 
 
 def _kept(body: bytes) -> tuple[bytes, TokenCounts]:
