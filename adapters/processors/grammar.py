@@ -304,6 +304,7 @@ class JsonSchema(GrammarProcessor):
     """
 
     name = "json_schema"
+    version = 5  # texts of schemas with look-around, or with members that cannot end, have changed
     argument = "schema"
 
     class Args(ProcessorArgs):
@@ -398,6 +399,7 @@ class Grammar(GrammarProcessor):
     """
 
     name = "grammar"
+    version = 5  # texts of schemas with look-around, or with members that cannot end, have changed
     argument = "lark"
 
     class Args(ProcessorArgs):

@@ -208,13 +208,16 @@ name.
 
 def _may_be_closed(schema: dict[str, Any]) -> bool:
     """Whether no reference of a schema needs open what `_closed` closes: each leads to a
-    definition, or is all that is said of a property or an item.
+    definition, or is all that is said of a property, of an item or of one option for either.
     """
     alone, waiting = set[int](), [schema]
     while waiting:
         each = waiting.pop()
+        options = each.get("anyOf")
         if each.keys() <= _SAYS_NO_MORE:
             alone.add(id(each))
+        elif isinstance(options, list) and each.keys() - _SAYS_NO_MORE == {"anyOf"} and "$ref" not in each:
+            waiting += [one for one in options if isinstance(one, dict)]
         elif not _SAYS_MORE & each.keys():
             named = each.get("properties")
             inner = [*(named.values() if isinstance(named, dict) else ()), each.get("items")]

@@ -115,13 +115,19 @@ class _ByteLevel:
             return piece.encode()
 
 
+def _byte_of(piece: str) -> bytes | None:
+    """The byte that a piece of byte fallback stands for."""
+    found = _BYTE_PIECE.fullmatch(piece)
+    return None if found is None else bytes([int(found[1], 16)])
+
+
 class _SentencePiece:
     def __init__(self, space: str, *, has_bytes: bool) -> None:
         self._space, self._has_bytes = space, has_bytes
 
     def __call__(self, token_id: int, piece: str) -> bytes:
-        byte = _BYTE_PIECE.fullmatch(piece) if self._has_bytes else None
-        return bytes([int(byte[1], 16)]) if byte else piece.replace(self._space, " ").encode()
+        byte = _byte_of(piece) if self._has_bytes else None
+        return piece.replace(self._space, " ").encode() if byte is None else byte
 
 
 class _EndOfWord:
@@ -137,10 +143,13 @@ class _EndOfWord:
 class _Behind:
     """Whatever the decoder adds for a piece behind another one, as a word's space."""
 
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Any, *, has_bytes: bool) -> None:
+        self._decoder, self._has_bytes = decoder, has_bytes
 
     def __call__(self, token_id: int, piece: str) -> bytes:
+        byte = _byte_of(piece) if self._has_bytes else None
+        if byte is not None:
+            return byte
         if self._decoder is None:
             return f" {piece}".encode()
         text: str = self._decoder.decode([_BEFORE, piece])
@@ -188,7 +197,7 @@ def _spelling_of(decoder: Any) -> _Spelling:
             return _SentencePiece(part["pattern"]["String"], has_bytes=has_bytes)
         if kind == "BPEDecoder" and part["suffix"]:
             return _EndOfWord(part["suffix"])
-    return _SentencePiece(" ", has_bytes=True) if has_bytes else _Behind(decoder)
+    return _Behind(decoder, has_bytes=has_bytes)
 
 
 def _parts(decoder: Any) -> list[dict[str, Any]]:

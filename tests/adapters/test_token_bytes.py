@@ -11,7 +11,7 @@ from growth import num_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from adapters.testing.kit_model import kit_vocabulary
@@ -122,6 +122,9 @@ DECODERS = {
     "Metaspace": decoders.Metaspace(),
     "bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
     "spaces and bytes": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "bytes and a pattern of spaces": decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(Regex("▁"), " ")]
+    ),
     "bytes and spaces": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(replacement="_")]),
     "ByteLevel": decoders.ByteLevel(),
 }

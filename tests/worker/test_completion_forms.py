@@ -148,7 +148,8 @@ def test_a_token_as_likely_as_alternatives_is_itself(others: list[str], token: s
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(" a", "a"), ("a", " a"), ("", "<end>"), ("é", "\ufffd"), ("\ufffdab", "ab")]
+    ("name", "text"),
+    [(" a", "a"), ("a", " a"), ("", "<end>"), ("é", "\ufffd"), ("\ufffdab", "ab"), ("  ", " "), (" ", "")],
 )
 def test_a_token_has_the_text_that_it_has_alone(name: str, text: str) -> None:
     chunk = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [[{"token": text, "logprob": -1.0 + 1e-9}]]}

@@ -16,6 +16,7 @@ from adapters.grammars.json_schema.patterns import (
     both,
     complement,
     is_empty,
+    spend,
     text,
 )
 from adapters.grammars.json_schema.shapes import (
@@ -36,6 +37,9 @@ MAX_CLASSES = 64
 
 MAX_CASES = 256
 """Cases of one object's or array's constraints."""
+
+_LITTLE = 1_000
+"""Work to tell whether a pattern of texts has any: less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def grammar_shapes(shape: Shape, place: str) -> Iterator[GrammarShape]:
     """
     if isinstance(shape, Members):
         return _objects(shape, place)
-    if isinstance(shape, Texts) and shape.values is None and _is_empty(shape.language, place, "a pattern"):
+    if isinstance(shape, Texts) and shape.values is None and _is_plainly_empty(shape.language):
         return iter(())
     if isinstance(shape, Items):
         count_cases(len(shape.prefix))
@@ -143,8 +147,17 @@ def _goals(block: Others, matched: frozenset[Language]) -> list[Goal]:
     return [goal for language, goal in block.patterns if language in matched] or [block.rest]
 
 
-def _is_empty(language: Language, place: str, what: str = "the pattern of a name") -> bool:
+def _is_plainly_empty(language: Language) -> bool:
+    """Whether little work shows that a text has no value."""
+    try:
+        return isinstance(language, Both | Not) and is_empty(language, _LITTLE)
+    except TooComplex:
+        spend(_LITTLE)
+        return False
+
+
+def _is_empty(language: Language, place: str) -> bool:
     try:
         return isinstance(language, Both | Not) and is_empty(language)
     except TooComplex as error:
-        raise SchemaRefused(f"{place}: {what} {error}") from None
+        raise SchemaRefused(f"{place}: the pattern of a name {error}") from None

@@ -312,19 +312,23 @@ def matches(language: Language, value: str) -> bool:
     return is_nullable(language)
 
 
-def is_empty(language: Language) -> bool:
+def is_empty(language: Language, most: int | None = None) -> bool:
     """Whether no text is in it.
 
+    Args:
+        language: The language.
+        most: Most work to find that, None for `MAX_WORK`.
+
     Raises:
-        TooComplex: that takes more than `MAX_WORK`, or more than is left of a `limited` work.
+        TooComplex: that takes more than ``most``, or more than is left of a `limited` work.
     """
-    found, work = _emptiness(language)
+    found, work = _emptiness(language, MAX_WORK if most is None else most)
     spend(work)
     return found
 
 
 @lru_cache(_CACHED)
-def _emptiness(language: Language) -> tuple[bool, int]:
+def _emptiness(language: Language, most: int) -> tuple[bool, int]:
     """Whether no text is in it, and the work to find that."""
     parts = language.parts if isinstance(language, Both) else (language,)
     lengths = [part for part in parts if isinstance(part, Repeat) and part.inner is ANY_CHAR]
@@ -341,7 +345,7 @@ def _emptiness(language: Language) -> tuple[bool, int]:
         following, length = set[Language](), length + 1
         for state in states:
             work += len(_representatives(state)) * _num_visited(state) + _num_copied(state) // _COPIED_AT_ONCE
-            if work > MAX_WORK:
+            if work > most:
                 raise TooComplex("is too complex to tell whether a text matches it")
             following |= _successors(state)
         states, work = following, work + 1

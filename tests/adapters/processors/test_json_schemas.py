@@ -323,6 +323,16 @@ def test_no_text_begins_that_cannot_end(impossible: dict[str, Any]) -> None:
         writer({"type": "array", "items": member, "minItems": 1})
 
 
+def test_a_look_around_that_is_hard_to_decide_is_enforced() -> None:
+    """To tell that it has a text takes more work than a document has."""
+    rules = [rf"(?=(?:.*{kind}){{3}})" for kind in (r"\d", "[A-Z]", "[a-z]", r"[^\w]")]
+    member = {"type": "string", "pattern": f"^(?=.{{20,40}}$){''.join(rules)}.*$"}
+    found = writer({"properties": {"a": member, "b": member}, "required": ["a", "b"], "additionalProperties": False})
+    text = "abcABC123---abcABC123"
+    assert found.writes_value({"a": text, "b": text[::-1]})
+    assert not found.writes_value({"a": text.lower(), "b": text})
+
+
 def test_a_named_member_has_no_other_spelling() -> None:
     found = writer({"properties": {"a": {"type": "integer"}}})
     assert found.writes('{"a":1}')

@@ -166,4 +166,5 @@ def _may_show(name: str, token: str) -> bool:
         return not name or not name.isascii()
     before = name.removesuffix(token)
     is_behind_parts = before != name and before.endswith("\ufffd")
-    return not name or is_behind_parts or name.strip() == token.strip() != ""
+    is_same_word = name.strip() == token.strip() != ""
+    return not name or is_behind_parts or is_same_word or name == f" {token}"
