@@ -425,7 +425,8 @@ class ChangesInAReplay(Returns):
 
     def advance(self, token_id: int, index: int) -> None:
         if self._edit == "advance":
-            self._edit = torch.set_default_device("meta")
+            self._edit = None
+            torch.set_default_device("meta")
 
 
 def test_who_changes_the_default_device_in_a_replay_fails() -> None:
