@@ -136,7 +136,8 @@ def apply_late(
 
     ``mask_never`` rules out the ids that are no token, where one may have written. It is called
     before the temperature, so that truncation does not count them, before a draw, and at the end.
-    A third party's processor that undoes any other mask fails.
+    A third party's processor that undoes any other mask fails; where its class is wrapped, and
+    knows of no masks, they are put back.
     """
     failures: dict[int, ProcessorFailed] = {}
     queues = [(row, chain, plan.late) for row, chain, plan in planned if chain.has_shaping and plan.force is None]
@@ -353,8 +354,11 @@ def _shape_group(
         if not _is_batched(kind) or group[0][2].is_third_party:
             _check_form(logits, values, len(rows))
             for (row, chain, member), shaped in zip(group, values, strict=True):
+                is_late = member.stage >= Stage.MASK  # no mask comes after it
+                if is_late and kind.wraps_third_party:  # transformers' SynthID leaves a finite number there
+                    shaped.masked_fill_(logits[row] == -torch.inf, -torch.inf)
                 _check_shaped(logits[row], shaped, chain, member)
-                if member.is_third_party and member.stage >= Stage.MASK:  # no mask comes after it
+                if is_late and member.is_third_party:
                     _check_masks(logits[row], shaped, mask_never)
     except BaseException as error:  # the processor boundary: third-party code
         if len(group) == 1:

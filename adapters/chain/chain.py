@@ -283,11 +283,11 @@ class ProcessorChain:
             act = member.act
             try:
                 if position >= member.same_until:
-                    if member.is_third_party and member.processor.begins_anew:
-                        member.processor.catch_up()  # with the whole history: a budget is for a step
-                    times = 1 if member.is_third_party else weight
-                    began = thread_time() if times else 0.0
                     with kept_thread_state() if member.is_third_party else _AS_IT_IS:
+                        if member.is_third_party and member.processor.begins_anew:
+                            member.processor.catch_up()  # with the whole history: a budget is for a step
+                        times = 1 if member.is_third_party else weight
+                        began = thread_time() if times else 0.0
                         edit = member.step(member is sure) if scope is None else scope.step(member)
                     if times:
                         self.failures.charge(member, thread_time() - began, times)

@@ -119,7 +119,8 @@ class History:
         """
         for member in self._members:
             try:
-                member.processor.catch_up()
+                with kept_thread_state() if member.is_third_party else nullcontext():
+                    member.processor.catch_up()
             except BaseException as error:  # the processor boundary: third-party code
                 raise self._failures.raised(member, error) from error
 

@@ -413,6 +413,40 @@ def test_who_changes_the_default_device_fails_alone() -> None:
     assert torch.tensor([1.0]).device.type == "cpu"
 
 
+class ChangesInAReplay(Returns):
+    """Changes the default device in its second `reset`, or, told so, where it takes a token."""
+
+    num_resets = 0
+
+    def reset(self) -> None:
+        self.num_resets += 1
+        if self.num_resets > 1:
+            torch.set_default_device("meta")
+
+    def advance(self, token_id: int, index: int) -> None:
+        if self._edit == "advance":
+            self._edit = None
+            torch.set_default_device("meta")
+
+
+def test_who_changes_the_default_device_in_a_replay_fails() -> None:
+    rewound = ProcessorChain([ChangesInAReplay(None, Stage.MASK)], CONTEXT)
+    rewound.start([5, 6, 7])
+    rewound.accept(8, 3)
+    rewound.plan()
+    rewound.rewind(3)
+    moved = ProcessorChain([ChangesInAReplay("advance", Stage.MASK)], CONTEXT)
+    told = "sets torch's default device to meta"
+    try:
+        with pytest.raises(ProcessorFailed, match=told):
+            rewound.plan()
+        with pytest.raises(ProcessorFailed, match=told):
+            moved.start([5, 6, 7], [8, 9], mode="migrated")
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
 def test_an_interrupt_is_not_the_processors() -> None:
     with pytest.raises(KeyboardInterrupt):
         step([Exits(KeyboardInterrupt(), Stage.MASK)])

@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import LogitsProcessor
 
-from adapters.catalog import Catalog, Requested, Selection
-from adapters.chain import ProcessorChain, apply_chain, replay
-from adapters.contract import ArgumentError, Context
+from adapters.catalog import Catalog, Entry, Requested, Selection
+from adapters.chain import ProcessorChain, ProcessorFailed, apply_chain, replay
+from adapters.contract import ArgumentError, Context, Stage
 from adapters.third_party import ThirdPartyProcessor, wrap_third_party
 from adapters.vocabulary import Vocabulary
 
@@ -124,6 +124,39 @@ def test_it_equals_calling_it_directly(case: str) -> None:
     assert equal(decode(chain, rows), expected)
     assert chain.tokens == ids
     assert any(not torch.equal(a, b) for a, b in zip(expected, rows, strict=True))
+
+
+LATE = [stage for stage in Stage if stage >= Stage.MASK and stage != Stage.FORCE]
+
+
+@pytest.mark.parametrize("stage", LATE)
+@pytest.mark.parametrize("case", ["synthid", "forced_eos"])
+def test_what_is_masked_before_it_stays_masked(case: str, stage: Stage) -> None:
+    """SynthID's class writes the lowest float over -inf, and a forced token may be a masked one."""
+    target, arguments, _ = CASES[case]
+    name = f"hf/{case}"
+    kind = wrap_third_party(getattr(transformers, target), name, stage=stage)
+    catalog = Catalog([*Catalog.default().entries, Entry(name, kind, "test")])
+    masked = [2, 3, 9]
+    asked = Requested("banned_tokens", {"token_ids": masked}), Requested(name, arguments)
+    chain = catalog.build_chain(Selection(asked), CONTEXT, step_budget_s=60)
+    rows = rows_of(8)
+    rows[:, masked] = -torch.inf
+    expected, ids = direct(case, rows)
+    chain.start(PROMPT)
+    for row, shaped, token_id in zip(rows_of(8), expected, ids[len(PROMPT) :], strict=True):
+        shaped[masked] = -torch.inf
+        shaped[7] = -torch.inf
+        if bool((shaped == -torch.inf).all()):
+            with pytest.raises(ProcessorFailed, match="left no token that can be sampled") as failed:
+                apply_chain(chain, row)
+            assert failed.value.reason == "unsatisfiable"
+            assert case == "forced_eos"
+            return
+        apply_chain(chain, row)
+        assert torch.equal(row, shaped)
+        chain.accept(token_id, chain.position)
+    assert case == "synthid"
 
 
 @every

@@ -142,6 +142,26 @@ async def test_a_processor_that_hangs_takes_no_builder_away(facts: Context, kind
         await chains.close()
 
 
+async def test_built_ins_may_take_their_time(facts: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over a long prompt on a slow machine: none of them hangs."""
+    chains = ServedChainBuilder(Catalog.default(), Policy(), "tiny", facts, CollectorRegistry(), build_limit_s=1e-9)
+    prepare, may_end = chains._prepare, threading.Event()
+
+    def slow(*given: Any) -> EngineRequest:
+        may_end.wait()
+        return prepare(*given)
+
+    monkeypatch.setattr(chains, "_prepare", slow)
+    task = asyncio.create_task(build(chains, request(channel('{"name": "min_tokens", "args": {"n": 3}}'))))
+    try:
+        await asyncio.sleep(0.05)
+        may_end.set()
+        assert names(await task) == ["min_tokens"]
+    finally:
+        may_end.set()
+        await chains.close()
+
+
 async def test_a_request_may_forgo_speculation(facts: Context) -> None:
     entry = '{"name": "min_tokens", "args": {"n": 3}}'
     for processors in ("", entry):

@@ -193,14 +193,13 @@ def read_files(name: str, directory: Path, base: Shapes, transposed: AbstractSet
     """
     if not os.path.isdir(directory):  # pathlib raises where this user may not look
         raise ModelFileError(f"must be the directory of an adapter, got {directory}")
-    text = _content(directory, CONFIG)
+    if os.path.isfile(directory / CONFIG) and not os.path.isfile(directory / WEIGHTS):
+        raise ModelFileError(f"must have {WEIGHTS}")
+    text, content = _contents(directory, (CONFIG, WEIGHTS))
     try:
         config = read_config(read_object(text))
     except ValueError as error:
         raise ModelFileError(f"{CONFIG}: {error}") from None
-    if not (directory / WEIGHTS).is_file():
-        raise ModelFileError(f"must have {WEIGHTS}")
-    content = _content(directory, WEIGHTS)
     header = header_of(io.BytesIO(content), len(content), WEIGHTS)
     pairs = _pairs({key: Matrix(stored, *part) for key, (stored, part) in header.items()}, base)
     ranks = [pair[0].stored.shape[0] for pair in pairs.values()]
@@ -224,13 +223,15 @@ def read_files(name: str, directory: Path, base: Shapes, transposed: AbstractSet
     return AdapterFiles(adapter, config, memoryview(content), pairs)
 
 
-def _content(directory: Path, name: str) -> bytes:
-    path = directory / name
+def _contents(directory: Path, names: Sequence[str]) -> list[bytes]:
+    """The files of an adapter, in one state of all. Raises `ModelFileError`."""
+    paths = [directory / name for name in names]
     try:
-        with unchanged([path]):
-            return read_regular(path)
+        with unchanged(paths):
+            return [read_regular(path) for path in paths]
     except OSError as error:
-        raise ModelFileError(f"{name} cannot be read: {error.strerror or error}") from None
+        file = Path(error.filename or directory).name  # a failed read names none
+        raise ModelFileError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def _check_alike(files: AdapterFiles) -> None:

@@ -162,7 +162,8 @@ class ServedChainBuilder:
         registry: Registry of the processors' metrics.
         step_budget_s: Most CPU time that a third-party processor may take for one step, seconds.
         build_limit_s: Most time that the processors of a request may take to be built and to read
-            its prompt and its answer so far, seconds; None for no limit.
+            its prompt and its answer so far, seconds, if a third party's is among them; None for no
+            limit.
 
     Attributes:
         builder: Builds the chain of a selection.
@@ -309,8 +310,8 @@ class ServedChainBuilder:
         """Result of `_prepare`, in a builder's thread.
 
         Raises:
-            InvalidRequest: it takes longer than the limit. The thread is lost, and the builders get
-                another one.
+            InvalidRequest: with a third party's processor, it takes longer than the limit. The
+                thread is lost, and the builders get another one.
         """
         names = [one.name for one in selection.processors if self.breaker.counts(one.name)]
 
@@ -321,9 +322,11 @@ class ServedChainBuilder:
 
         call = partial(self._prepare, request, selection, context)
         try:
-            return await self._turns.in_thread(client, self._threads, call, self._build_limit_s, count)
+            return await self._turns.in_thread(
+                client, self._threads, call, self._build_limit_s if names else None, count
+            )
         except TimeoutError:
-            problem = f"{' and '.join(names) or 'these'} took more than {self._build_limit_s:g} s to be built"
+            problem = f"{' and '.join(names)} took more than {self._build_limit_s:g} s to be built"
             raise InvalidRequest(CHANNEL, problem) from None
 
     async def _in_thread(self, client: str | None, call: Callable[..., T], *arguments: Any) -> T:

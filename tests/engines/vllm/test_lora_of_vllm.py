@@ -135,19 +135,22 @@ def test_bad_adapters_are_refused_by_name(model: Path, tmp_path: Path, number: i
     assert problem in str(refused.value)
 
 
+@pytest.mark.parametrize("after", [CONFIG, WEIGHTS])
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_an_adapter_that_changes_while_it_is_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: str
 ) -> None:
-    """A trainer writes its next one: matrices of two of them are no adapter."""
+    """A trainer writes its next one: neither matrices of two of them are an adapter, nor the
+    settings of one and the matrices of another.
+    """
     adapter = write_adapter(tmp_path / "adapter", model)
     for file in adapter.iterdir():
         os.utime(file, (1, 1))
 
     def read(path: Path) -> bytes:
         content = read_regular(path)
-        if path.name == name:
-            path.write_bytes(content)
+        if path.name == after:
+            (adapter / name).write_bytes((adapter / name).read_bytes())
         return content
 
     monkeypatch.setattr(lora_adapters, "read_regular", read)

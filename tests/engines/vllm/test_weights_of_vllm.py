@@ -172,6 +172,21 @@ async def test_codes_of_a_quantised_weight_are_no_weight(model: Path, dtype: tor
         await weights.update_weights(memoryview(save(tensors)), None, "keep")
 
 
+async def test_scales_in_one_of_several_files_are_no_weight(model: Path, tmp_path: Path) -> None:
+    """Of a type that the safetensors library has no word for."""
+    source = in_two_files(model, tmp_path / "parts")
+    file = source / "scales.safetensors"
+    header = b'{"scales":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    index = source / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["scales"] = file.name
+    index.write_text(json.dumps(content))
+    weights = VllmWeights(Llm(), VllmConfig(model_path=str(model)), RequestTable(), "base", list[str]().append)
+    with pytest.raises(WeightsRefused, match="tensor scales: must be of type F32, BF16, F16, F64, got F8_E8M0"):
+        await weights.update_weights(source, None, "keep")
+
+
 async def test_a_number_without_a_dimension_is_a_tensor(model: Path) -> None:
     tensors = {**load_file(model / "model.safetensors"), "model.layers.0.mlp.act_fn.beta": torch.tensor(0.5)}
     (model / "model.safetensors").write_bytes(save(tensors))

@@ -279,7 +279,7 @@ def _copy(source: Path | memoryview, directory: Path) -> None:
         if isinstance(source, memoryview):
             (directory / SINGLE).write_bytes(source)
             return
-        files = [source] if source.is_file() else [source / file for file in WeightFiles(source).files]
+        files = [source] if source.is_file() else _checked_files(source)
         with unchanged(files):
             if len(files) == 1:
                 shutil.copyfile(files[0], directory / SINGLE)
@@ -291,6 +291,15 @@ def _copy(source: Path | memoryview, directory: Path) -> None:
         raise WeightsRefused(f"model_path: {one_line(error)}") from None
     except (ModelFileError, SafetensorError) as error:
         raise WeightsRefused(f"model_path: {one_line(error)}") from None
+
+
+def _checked_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint of floats alone, as an update must be. Raises `WeightsRefused`."""
+    found = WeightFiles(directory)
+    for name, stored in found.tensors.items():
+        if stored.dtype not in _FLOATS:  # safetensors' loader has no word for some types
+            raise WeightsRefused(f"tensor {name}: must be of type {', '.join(_FLOATS)}, got {stored.dtype}")
+    return [directory / file for file in found.files]
 
 
 def _no_room(root: Path, problem: str) -> WeightsRefused:
