@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -105,6 +106,16 @@ def test_tokens_of_a_prediction_go_on_behind_an_edit() -> None:
     last = building.chunk(TokenDelta([14, 15], finish_reason="length"))
     details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 3}  # 13 and 14 find the place
     assert last["completion_usage"]["completion_tokens_details"] == details
+
+
+def test_a_long_answer_that_parts_from_its_prediction_is_quick() -> None:
+    """It is counted in the event loop, where the streams of others wait."""
+    building = ResponseBuilder(request(), frozenset(), prediction=range(60_000))
+    building.chunk(TokenDelta([*range(120_000, 60_000, -1)]))
+    began_s = time.process_time()
+    details = building.usage()["completion_tokens_details"]
+    assert time.process_time() - began_s < 1
+    assert details == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 60_000}
 
 
 def test_logprobs_are_the_chosen_tokens_and_the_best_by_rank() -> None:

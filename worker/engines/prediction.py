@@ -4,10 +4,11 @@ be.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 
 class Place(NamedTuple):
@@ -37,11 +38,11 @@ class FollowedPrediction:
         prediction: Token ids.
 
     Attributes:
-        tokens: The same, int64 ``[n]``.
+        tokens: The same.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
-        self.tokens = np.asarray(prediction, dtype=np.int64)
+        self.tokens = list(prediction)
         self._places = [Place(0, 0, is_lost=False, foreseen=0)]  # after 0, 1, ... tokens of the answer
 
     def follow(self, history: Sequence[int], start: int = 0) -> Place:
@@ -66,8 +67,18 @@ class FollowedPrediction:
         if not is_lost and following < len(self.tokens) and self.tokens[following] == token:
             return Place(following + 1, matched + 1, is_lost=False, foreseen=foreseen + 1)
         if previous is not None:
-            found = np.flatnonzero((self.tokens[:-1] == previous) & (self.tokens[1:] == token))
-            if found.size:
-                first = int(np.searchsorted(found, following)) % found.size
-                return Place(int(found[first]) + 2, 2, is_lost=False, foreseen=foreseen)
+            found = self._pairs.get((previous, token))
+            if found is not None:
+                first = found[bisect_left(found, following) % len(found)]
+                return Place(first + 2, 2, is_lost=False, foreseen=foreseen)
         return Place(following, matched, is_lost=True, foreseen=foreseen)
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[int, int], list[int]]:
+        """Places of each two tokens in a row, rising: a search for each token of an answer that has
+        parted from a long prediction would take longer than the token.
+        """
+        places: dict[tuple[int, int], list[int]] = {}
+        for place, pair in enumerate(pairwise(self.tokens)):
+            places.setdefault(pair, []).append(place)
+        return places

@@ -25,7 +25,7 @@ class Streams(RequestTable[Stream]):
 
     def is_first_of(self, client: str | None) -> bool:
         """Whether a labelled client has no unfinished request."""
-        return all(stream.request.client != client for stream in self._by_id.values())
+        return client is not None and all(stream.request.client != client for stream in self._by_id.values())
 
     def deliver(self, outputs: list[Output]) -> None:
         """Give the outputs of a step to their streams."""

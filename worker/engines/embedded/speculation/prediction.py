@@ -27,4 +27,4 @@ class PredictionProposer:
         """See `Proposer.propose`."""
         place, tokens = self._followed.follow(history, self._start), self._followed.tokens
         following = tokens[place.following : place.following + limit]
-        return NO_DRAFT if place.is_lost else Draft(following.tolist(), place.matched)
+        return NO_DRAFT if place.is_lost else Draft(following, place.matched)
