@@ -6,14 +6,14 @@ import asyncio
 import json
 import re
 import string
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_network
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from effort import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_frontdoor_server import CATALOG, CHAT_BODY, Frontend, error_of, get, house, post, say_ok
 
@@ -23,6 +23,8 @@ from worker.frontdoor.fields import CHAT, TABLES
 from worker.frontdoor.request_reader import Head
 from worker.frontdoor.routes import CATALOGUE, OPENAPI, ROUTES, Routes, openapi
 from worker.frontdoor.upstreams import Upstream
+
+NAT64 = ip_network("64:ff9b::/96")
 
 FRONTENDS = (
     "/busy_threshold",
@@ -332,11 +334,13 @@ async def test_metrics_say_where_the_workers_series_are() -> None:
 
 
 @given(st.ip_addresses(v=6), st.ip_addresses(v=6))
+@example(IPv6Address("64:ff9b::102:304"), IPv6Address("64:ff9b::506:708"))
 def test_a_public_network_of_64_bits_is_one_client(one: IPv6Address, other: IPv6Address) -> None:
     """As addresses of one subscriber are; private ones, as those of pods, are clients each."""
     neighbour = IPv6Address(int(one) & ~(2**64 - 1) | int(other) & 2**64 - 1)
     labels = {label_of(b"", str(each).encode()) for each in (one, neighbour)}
-    is_public = all(each.is_global and each.ipv4_mapped is None for each in (one, neighbour))
+    holds_ipv4 = any(each.ipv4_mapped is not None or each in NAT64 for each in (one, neighbour))
+    is_public = one.is_global and neighbour.is_global and not holds_ipv4
     assert len(labels) == (1 if is_public or one == neighbour else 2)
     assert label_of(b"", str(IPv6Address(int(one) ^ 1 << 64)).encode()) not in labels
 

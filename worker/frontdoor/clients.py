@@ -15,6 +15,9 @@ from worker.frontdoor.values import printable
 from worker.requests.client import LABEL_CHARACTERS
 
 _LOOPBACK_NAMES = frozenset(("localhost", "localhost.", "127.0.0.1", "::1"))
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""Addresses of IPv4 behind a translator (RFC 6052)."""
+
 _BEARER = b"www-authenticate: Bearer\r\n"
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:@/?#\s]+))(?::[0-9]{0,5})?")
 
@@ -108,7 +111,7 @@ def _subscriber(peer: bytes) -> bytes:
         address = ipaddress.ip_address(peer.decode("latin-1"))
     except ValueError:
         return peer
-    if address.version == 6 and address.is_global and address.ipv4_mapped is None:
+    if address.version == 6 and address.is_global and address.ipv4_mapped is None and address not in _NAT64:
         return str(ipaddress.ip_network((address.packed, 64), strict=False)).encode()
     return peer
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from worker.arguments import parse_arguments
-from worker.engines.embedded.admission import HONOURED, IRRELEVANT, REFUSED  # type: ignore[attr-defined]
+from worker.engines.embedded.admission import HONOURED, REFUSED
 from worker.engines.embedded.speculation.config import REFUSED as REFUSED_METHODS
+from worker.engines.refusals import IRRELEVANT
 from worker.errors import ConfigurationError
 from worker.sampling import Control, SamplingParams, sampling_controls
 from worker.sampling.control import NEVER
