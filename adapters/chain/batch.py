@@ -7,7 +7,6 @@ does the same on both. Batch-invariant: a row's result never depends on the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from time import thread_time
 from typing import TypeAlias, TypeVar
 
@@ -17,7 +16,6 @@ from adapters.chain.chain import ProcessorChain
 from adapters.chain.failures import ProcessorFailed
 from adapters.chain.members import Member
 from adapters.chain.plan import RowPlan
-from adapters.chain.thread_state import kept_thread_state
 from adapters.contract import (
     Allow,
     Ban,
@@ -348,7 +346,7 @@ def _shape_group(
         values.masked_fill_(is_empty, 0.0)
     began = thread_time()
     try:
-        with kept_thread_state() if group[0][2].is_third_party else nullcontext():
+        with group[0][2].kept():
             result: object = kind.shape_rows(processors, values)
         check_in_place(result, values, values)
         if not _is_batched(kind) or group[0][2].is_third_party:

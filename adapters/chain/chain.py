@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from contextlib import nullcontext
 from time import thread_time
 from typing import Literal
 
@@ -14,7 +13,6 @@ from adapters.chain.members import Act, Member, in_order, member_of
 from adapters.chain.plan import PlannedEdits, RowPlan
 from adapters.chain.receipts import Receipt
 from adapters.chain.thinking_scope import ThinkingScope
-from adapters.chain.thread_state import kept_thread_state
 from adapters.chain.usual_tokens import can_prefer, prefer_usual_tokens, sure_member
 from adapters.contract import BacktrackingProcessor, Context, Processor, Reads, Scope, ShapingProcessor, Stage
 from adapters.contract.companion import CompanionProcessor
@@ -27,8 +25,6 @@ TIMED_EVERY = 16
 """Built-ins are timed at one position in this many, which counts for all of them: reading the clock
 takes as long as most of their edits. Third-party processors are timed at every position.
 """
-
-_AS_IT_IS = nullcontext()
 
 Mode = Literal["aggregated", "disaggregated", "local prefill", "migrated"]
 
@@ -283,7 +279,7 @@ class ProcessorChain:
             act = member.act
             try:
                 if position >= member.same_until:
-                    with kept_thread_state() if member.is_third_party else _AS_IT_IS:
+                    with member.kept():
                         if member.is_third_party and member.processor.begins_anew:
                             member.processor.catch_up()  # with the whole history: a budget is for a step
                         times = 1 if member.is_third_party else weight

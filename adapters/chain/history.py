@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from adapters.chain.backtracking import Backtracking
 from adapters.chain.failures import Failures
 from adapters.chain.members import Member
 from adapters.chain.thinking_scope import ThinkingScope
-from adapters.chain.thread_state import kept_thread_state
 from adapters.contract import BacktrackingProcessor
 
 
@@ -60,7 +58,7 @@ class History:
         member.same_until = 0
         shared = self.tokens if member.scope == "all" else None
         try:
-            with kept_thread_state() if member.is_third_party else nullcontext():
+            with member.kept():
                 member.processor.start(self.tokens[: self.prompt_length], shared=shared, derived=self._derived)
         except BaseException as error:  # the processor boundary: third-party code
             raise self._failures.raised(member, error) from error
@@ -119,7 +117,7 @@ class History:
         """
         for member in self._members:
             try:
-                with kept_thread_state() if member.is_third_party else nullcontext():
+                with member.kept():
                     member.processor.catch_up()
             except BaseException as error:  # the processor boundary: third-party code
                 raise self._failures.raised(member, error) from error

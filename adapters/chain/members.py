@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 from adapters.chain.receipts import ProcessorRecord
+from adapters.chain.thread_state import kept_thread_state
 from adapters.contract import (
     Allow,
     BacktrackingProcessor,
@@ -24,6 +26,8 @@ from adapters.contract import (
     tells_how_long,
 )
 from adapters.vocabulary import Vocabulary
+
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,12 @@ class Member:
     @property
     def name(self) -> str:
         return self.record.name
+
+    def kept(self) -> AbstractContextManager[None]:
+        """A block in which its processor's code runs: a third party's changes nothing for the code
+        behind it (`kept_thread_state`).
+        """
+        return kept_thread_state() if self.is_third_party else _AS_IT_IS
 
     def step(self, is_sure: bool = False) -> Edit | Member | None:
         """The processor's edit now; a shaping processor returns its member.
