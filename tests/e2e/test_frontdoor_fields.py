@@ -161,6 +161,12 @@ def streams(path: str, plain: Answer, answer: Answer) -> None:
     assert "".join(deltas) == text_of(plain)
 
 
+def counts_prediction(path: str, plain: Answer, answer: Answer) -> None:
+    assert text_of(answer) == text_of(plain)
+    details = answer["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 1)
+
+
 def has_usage(path: str, plain: Answer, answer: Answer) -> None:
     assert answer["usage"]["completion_tokens"] == 12
 
@@ -215,7 +221,7 @@ EFFECTS: dict[tuple[str, str], tuple[dict[str, Any], Check | object]] = {
             "parallel_tool_calls": ({"tools": TOOLS, "parallel_tool_calls": False}, REFUSED),
             "reasoning_effort": ({"reasoning_effort": "high"}, prompt_changes),
             "metadata": ({"metadata": {"a": "b"}}, same),
-            "prediction": ({"prediction": {"type": "content", "content": "x"}}, same),
+            "prediction": ({"prediction": {"type": "content", "content": "x"}}, counts_prediction),
             "prompt_cache_key": ({"prompt_cache_key": "k"}, same),
             "safety_identifier": ({"safety_identifier": "who"}, same),
             "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, REFUSED),

@@ -59,8 +59,6 @@ CHANGES: dict[str, Callable[[], object]] = {
     "torch's default data type, which all requests share, to torch.float64": (
         lambda: torch.set_default_dtype(torch.float64)
     ),
-    "torch's default device, which all requests share, to meta": lambda: torch.set_default_device("meta"),
-    "torch's gradient mode, which all requests share, to True": lambda: torch.set_grad_enabled(True),
     "torch's precision of products, which all requests share, to medium": (
         lambda: torch.set_float32_matmul_precision("medium")
     ),
@@ -80,6 +78,14 @@ def test_a_changed_setting_is_caught_and_restored(told: str, only: list[str], mo
     failures = {one.check.name: str(one.failure) for one in check_processor(broken.ChangesSettings, only=only).failures}
     assert f"changed {told}" in failures["determinism"]
     assert shared_settings() == before
+
+
+def test_a_changed_default_device_is_caught_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain itself sees it; a changed gradient mode it puts back."""
+    monkeypatch.setattr(broken.ChangesSettings, "change", staticmethod(lambda: torch.set_default_device("meta")))
+    report = check_processor(broken.ChangesSettings, only=["runs"])
+    assert "sets torch's default device to meta" in str(report)
+    assert torch.get_default_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize("processor", [broken.Steering, broken.Shaping, broken.Takes], ids=lambda each: each.name)

@@ -143,7 +143,9 @@ class StepThread:
         try:
             while self._read_messages():
                 prompts_first = self._pacing.is_prompts_first
-                self._outbox.publish(self._watchdog.watch(partial(self._stepper.step, prompts_first)))
+                outputs = self._watchdog.watch(partial(self._stepper.step, prompts_first))
+                self._report_load()  # before somebody who has heard of a token may ask for it
+                self._outbox.publish(outputs)
                 self._pacing.note_step(prompts_first=prompts_first)
                 self._report_blocks()
             self._stepper.close()
